@@ -1,0 +1,1 @@
+"""What a plan will cost, computed from the same objects that the runtime carries out."""

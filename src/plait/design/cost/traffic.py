@@ -1,0 +1,98 @@
+"""The bytes that a step moves, per rank, axis and reason: what the ledger of a run must show, to the byte.
+
+Symbols: b rows of a microbatch, s tokens of a row, h hidden size, m microbatches, e bytes of an element of compute.
+
+    tp   each block        forward 2 sums, backward 2 sums, of b s h e each, m times
+         embedding, head   one sum forward, one backward, of b s h e
+         loss              two sums of b s (the maximum), 2 b s (sum of exponentials, target's logit), in fp32
+    pp   each boundary     b s h e forward and as much backward, m times
+    dp   each stage        its gradients, once a step
+    all  the count of target tokens, then the loss with the squared gradient norm
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..facts import ModelFacts
+from ..layout import elements
+from ..plan import Plan
+from ..records import Traffic
+from ..sharding import Sharding, buckets, shard
+from ..styles import style
+
+ELEMENT = {"fp32": 4, "bf16": 2}
+GRADIENT_ELEMENT = 4
+WORLD = "world"
+
+
+def traffic(plan: Plan, facts: ModelFacts, *, element: int | None = None, wide: bool = False) -> list[Traffic]:
+    """One row per (rank, axis, why, operation) for one step; `wide` counts fp64 throughout, as the checker runs."""
+    compute = 8 if wide else element or ELEMENT[plan.compute]
+    accumulate = 8 if wide else GRADIENT_ELEMENT
+    sharding = shard(facts, plan)
+    rows: list[Traffic] = []
+    for rank in range(plan.world):
+        rows += _tensor(plan, facts, rank, compute, accumulate)
+        rows += _pipeline(plan, facts, rank, compute)
+        rows += _data(plan, sharding, rank, accumulate)
+        if plan.world > 1:
+            rows.append(Traffic(rank, WORLD, "target tokens", "all_reduce", plan.world, 1, 8))
+            rows.append(Traffic(rank, WORLD, "loss and gradient norm", "all_reduce", plan.world, 1, 16))
+    return rows
+
+
+def _tensor(plan: Plan, facts: ModelFacts, rank: int, compute: int, loss: int) -> Iterator[Traffic]:
+    if plan.tp == 1:
+        return
+    stage = plan.mesh.coordinate(rank)["pp"]
+    tokens = plan.microbatch_rows * plan.seq
+    whole = tokens * facts.hidden * compute
+    inputs: set[str] = set()
+    outputs = 0
+    for part in shard(facts, plan).on_stage(stage):
+        fact = next(p for p in facts.parameters if p.name == part.name)
+        if fact.style is None or fact.tensor != "weight":
+            continue
+        row = style(fact.style, fact.module)
+        if row.enter == "copy":
+            # Modules side by side under one parent (q, k, v; gate, up) read one input: its gradient is summed once.
+            inputs.add(fact.module.rpartition(".")[0] or fact.module)
+        outputs += row.leave == "sum"
+    m = plan.microbatches
+
+    def sums(why: str, count: int, payload: int) -> Iterator[Traffic]:
+        if count:
+            yield Traffic(rank, "tp", why, "all_reduce", plan.tp, m * count, m * count * payload)
+
+    yield from sums("row-parallel output", outputs, whole)
+    yield from sums("column-parallel input gradient", len(inputs), whole)
+    if stage == plan.pp - 1:
+        yield from sums("loss: maximum", 1, tokens * loss)
+        yield from sums("loss: sums", 1, 2 * tokens * loss)
+
+
+def _pipeline(plan: Plan, facts: ModelFacts, rank: int, compute: int) -> Iterator[Traffic]:
+    stage = plan.mesh.coordinate(rank)["pp"]
+    m = plan.microbatches
+    payload = m * plan.microbatch_rows * plan.seq * facts.hidden * compute
+    for there, send, receive in (
+        (stage < plan.pp - 1, "activation", "gradient"),
+        (stage > 0, "gradient", "activation"),
+    ):
+        if there:
+            yield Traffic(rank, "pp", send, "send", plan.pp, m, payload)
+            yield Traffic(rank, "pp", receive, "receive", plan.pp, m, payload)
+
+
+def _data(plan: Plan, sharding: Sharding, rank: int, item: int) -> Iterator[Traffic]:
+    if plan.dp == 1:
+        return
+    stage = plan.mesh.coordinate(rank)["pp"]
+    parts = sharding.on_stage(stage)
+    groups = buckets(parts, plan.mesh, rank, int(plan.bucket_mb * 2**20), item)
+    payload = 0
+    for part in parts:
+        box = part.grad.box(plan.mesh, rank)
+        payload += 0 if box is None else elements(box) * item
+    yield Traffic(rank, "dp", "gradients", "all_reduce", plan.dp, len(groups), payload)

@@ -1,0 +1,186 @@
+"""One run, described: what the user writes (flags or TOML), what the engine runs.
+
+The fields are the flags, the keys of a configuration file and the words of the documentation; `RULES` are the sentences
+that say which combinations cannot be. Each rule is one function that returns None or the sentence, with the numbers and
+a way out, and all of them are asked before any rank starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .errors import PlanError, divisors, listed, nearest
+from .facts import ModelFacts
+from .layout import balanced
+from .mesh import Mesh
+from .schedule import SCHEDULES, make
+from .styles import STYLES, style
+
+
+class Plan(BaseModel):
+    """A run. Rows are sequences of `seq` tokens; `batch` counts the rows of one step over all ranks."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    model: str = Field("llama-tiny", description="A preset, a directory with a config.json, or a hub id.")
+    data: str = Field(
+        "stdlib", description="A text file, a directory of text files, or 'stdlib' (Python's own sources)."
+    )
+    tokenizer: Literal["bpe", "bytes"] = Field("bpe", description="BPE trained once on the data, or plain bytes.")
+    ranks: int = Field(0, ge=0, description="How many ranks; 0: dp x tp x pp.")
+    dp: int = Field(1, ge=1, description="Data parallel degree.")
+    tp: int = Field(1, ge=1, description="Tensor parallel degree.")
+    pp: int = Field(1, ge=1, description="Pipeline parallel degree.")
+    schedule: str = Field("1f1b", description="Pipeline schedule: naive, gpipe or 1f1b.")
+    microbatches: int = Field(1, ge=1, description="Microbatches a step on each data parallel rank.")
+    batch: int = Field(8, ge=1, description="Rows in one step, over all ranks.")
+    seq: int = Field(128, ge=1, description="Tokens in a row.")
+    steps: int = Field(50, ge=1, description="Optimizer steps; the data starts over in a new order when it ends.")
+    epochs: int = Field(0, ge=0, description="Passes over the data, in place of steps (0: count steps).")
+    lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
+    lr_schedule: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="Shape of the decay after warm-up."
+    )
+    warmup: int = Field(0, ge=0, description="Steps in which the learning rate rises to its peak.")
+    lr_floor: float = Field(0.1, ge=0, le=1, description="Last learning rate as a share of the peak.")
+    weight_decay: float = Field(0.1, ge=0, description="AdamW's decay; norms and biases have none.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first moment.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's second moment.")
+    clip: float = Field(1.0, ge=0, description="Largest global gradient norm (0: no clipping).")
+    compute: Literal["fp32", "bf16"] = Field("fp32", description="Type of compute; weights and their state stay fp32.")
+    bucket_mb: float = Field(4.0, gt=0, description="Megabytes of gradient reduced over dp in one call.")
+    seed: int = Field(7, ge=0, description="Seed of the weights and of the data's order.")
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh((("pp", self.pp), ("dp", self.dp), ("tp", self.tp)))
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    @property
+    def microbatch_rows(self) -> int:
+        return self.batch // (self.dp * self.microbatches)
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], *, source: str = "the plan") -> Plan:
+        """A plan from keys and values; an unknown key or an impossible value is one sentence."""
+        for key in values:
+            if key not in cls.model_fields:
+                raise PlanError(f"{source} has an unknown key '{key}'.{nearest(key, cls.model_fields)}")
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = str(first["loc"][0])
+            raise PlanError(f"{source}: {key} cannot be {first['input']!r}: {first['msg'].lower()}.") from None
+
+
+Rule = Callable[[Plan, ModelFacts], str | None]
+
+
+def degrees_make_the_ranks(plan: Plan, facts: ModelFacts) -> str | None:
+    if plan.ranks in (0, plan.world):
+        return None
+    rest = plan.tp * plan.pp
+    if plan.ranks % rest == 0:
+        way = f"set dp {plan.ranks // rest}, or start {plan.world} ranks"
+    else:
+        legal = [d for d in divisors(plan.ranks) if d <= plan.ranks]
+        way = f"start {plan.world} ranks, or choose degrees whose product is {plan.ranks} (each one of {listed(legal)})"
+    return f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp} = {plan.world} ranks are described, but {plan.ranks} are asked for: {way}."
+
+
+def batch_divides(plan: Plan, facts: ModelFacts) -> str | None:
+    parts = plan.dp * plan.microbatches
+    if plan.batch % parts == 0:
+        return None
+    if plan.batch < parts:
+        why = f"batch {plan.batch} < dp {plan.dp} x microbatches {plan.microbatches} = {parts}"
+    else:
+        why = f"batch {plan.batch} does not divide into dp {plan.dp} x microbatches {plan.microbatches} = {parts} equal parts"
+    above = -(-plan.batch // parts) * parts
+    fits = [m for m in divisors(plan.batch) if plan.batch % (plan.dp * m) == 0]
+    return f"{why}: set batch {above}" + (f", or microbatches {listed(fits)}." if fits else ".")
+
+
+def schedule_is_known(plan: Plan, facts: ModelFacts) -> str | None:
+    if plan.schedule not in SCHEDULES:
+        return f"There is no schedule '{plan.schedule}'; use {listed(SCHEDULES)}.{nearest(plan.schedule, SCHEDULES)}"
+    try:
+        make(plan.schedule, plan.pp, plan.microbatches)
+    except PlanError as error:
+        return str(error)
+    return None
+
+
+def blocks_fill_stages(plan: Plan, facts: ModelFacts) -> str | None:
+    if plan.pp <= facts.blocks:
+        return None
+    return f"pp {plan.pp} stages need a block each, but the model has {facts.blocks} blocks: set pp {facts.blocks} or less."
+
+
+def tensors_divide(plan: Plan, facts: ModelFacts) -> str | None:
+    """tp cuts attention by whole groups (one KV head and its query heads), MLPs by columns, the vocabulary by rows."""
+    if plan.tp == 1:
+        return None
+    for parameter in facts.parameters:
+        if parameter.style is None:
+            continue
+        dim = style(parameter.style, parameter.module).cut_dim(parameter.tensor)
+        if dim is None:
+            continue
+        units = parameter.shape[dim] // parameter.quantum
+        if units % plan.tp:
+            what = {facts.vocabulary: "vocabulary rows"}.get(units, "columns")
+            what = (
+                f"KV heads ({facts.heads} heads in groups of {facts.heads // facts.kv_heads})"
+                if parameter.quantum > 1
+                else what
+            )
+            legal = listed(legal_tp(facts))
+            return f"tp {plan.tp} does not divide the {units} {what} of {parameter.name}: this model takes tp {legal}."
+    return None
+
+
+def sequence_fits(plan: Plan, facts: ModelFacts) -> str | None:
+    if plan.seq <= facts.positions:
+        return None
+    return f"seq {plan.seq} is longer than the {facts.positions} positions of this model: set seq {facts.positions} or less."
+
+
+RULES: tuple[Rule, ...] = (
+    degrees_make_the_ranks, schedule_is_known, batch_divides, blocks_fill_stages, tensors_divide, sequence_fits,
+)  # fmt: skip
+
+
+def legal_tp(facts: ModelFacts) -> list[int]:
+    """Every tp degree up to 64 that divides whatever the model's tensor plan cuts."""
+    units = [facts.kv_heads]
+    for parameter in facts.parameters:
+        if parameter.style in STYLES:
+            dim = STYLES[parameter.style].cut_dim(parameter.tensor)
+            if dim is not None:
+                units.append(parameter.shape[dim] // parameter.quantum)
+    return [t for t in range(1, 65) if all(unit % t == 0 for unit in units)]
+
+
+def validate(plan: Plan, facts: ModelFacts) -> None:
+    """Raises a `PlanError` with the first rule's sentence that does not hold."""
+    for rule in RULES:
+        sentence = rule(plan, facts)
+        if sentence:
+            raise PlanError(sentence)
+
+
+def stage_of_block(plan: Plan, facts: ModelFacts, block: int) -> int:
+    """Blocks in order over the stages, sizes differing by at most one, the larger stages first."""
+    for stage in range(plan.pp):
+        start, stop = balanced(facts.blocks, plan.pp, stage)
+        if start <= block < stop:
+            return stage
+    raise ValueError(f"block {block} is not among {facts.blocks}")

@@ -1,0 +1,22 @@
+"""naive: one microbatch goes through the stages and back; the layers are simply placed on several devices.
+
+    rank 0  F0 . . B0        bubble 1 - 1/p: one rank computes at a time
+    rank 1  . F0 B0 .
+
+With one stage and no pipeline at all this is ordinary training.
+"""
+
+from __future__ import annotations
+
+from ..errors import PlanError
+from .action import Action, Kind, Schedule
+
+
+def make(ranks: int, microbatches: int) -> Schedule:
+    if microbatches != 1:
+        raise PlanError(
+            f"The naive schedule passes one microbatch through the stages, but microbatches is {microbatches}. "
+            f"Set microbatches 1, or use gpipe or 1f1b."
+        )
+    row = [(Action(Kind.FORWARD, stage, 0), Action(Kind.BACKWARD, stage, 0)) for stage in range(ranks)]
+    return Schedule("naive", 1, tuple(row))

@@ -1,0 +1,1 @@
+"""Carries out what design/ decided: tensors and processes from here on."""
