@@ -33,7 +33,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def balanced(length: int, pieces: int, index: int) -> tuple[int, int]:
-    """(start, stop) of piece `index` when `length` is cut in `pieces` whose sizes differ by at most one, larger first."""
+    """(start, stop) of piece `index` when `length` is cut in `pieces` that differ by at most one, larger first."""
     small, larger = divmod(length, pieces)
     start = index * small + min(index, larger)
     return start, start + small + (1 if index < larger else 0)
@@ -116,7 +116,7 @@ class Layout:
                 yield rank, box
 
     def is_first_copy(self, mesh: Mesh, rank: int) -> bool:
-        """Whether `rank` is the lowest rank that holds its slice: summing over first copies counts each element once."""
+        """Whether `rank` is the lowest rank that holds its slice: a sum over first copies counts each element once."""
         mine = self.box(mesh, rank)
         return mine is not None and next(r for r, box in self.holders(mesh) if box == mine) == rank
 

@@ -68,6 +68,9 @@ class Mesh:
 
     def group(self, rank: int, *names: str) -> tuple[int, ...]:
         """The ranks that differ from `rank` on the named axes only, itself included, ascending."""
+        unknown = set(names) - set(self.names)
+        if unknown:
+            raise ValueError(f"this mesh has no axis {sorted(unknown)}, only {self.names}")
         place = self.coordinate(rank)
         varying = [name for name in self.names if name in names]
         ranges = [range(self.degree(name)) for name in varying]

@@ -90,19 +90,21 @@ def degrees_make_the_ranks(plan: Plan, facts: ModelFacts) -> str | None:
     if plan.ranks % rest == 0:
         way = f"set dp {plan.ranks // rest}, or start {plan.world} ranks"
     else:
-        legal = [d for d in divisors(plan.ranks) if d <= plan.ranks]
-        way = f"start {plan.world} ranks, or choose degrees whose product is {plan.ranks} (each one of {listed(legal)})"
-    return f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp} = {plan.world} ranks are described, but {plan.ranks} are asked for: {way}."
+        legal = listed(divisors(plan.ranks))
+        way = f"start {plan.world} ranks, or choose degrees whose product is {plan.ranks} (each one of {legal})"
+    product = f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp} = {plan.world}"
+    return f"{product} ranks are described, but {plan.ranks} are asked for: {way}."
 
 
 def batch_divides(plan: Plan, facts: ModelFacts) -> str | None:
     parts = plan.dp * plan.microbatches
     if plan.batch % parts == 0:
         return None
+    product = f"dp {plan.dp} x microbatches {plan.microbatches} = {parts}"
     if plan.batch < parts:
-        why = f"batch {plan.batch} < dp {plan.dp} x microbatches {plan.microbatches} = {parts}"
+        why = f"batch {plan.batch} < {product}"
     else:
-        why = f"batch {plan.batch} does not divide into dp {plan.dp} x microbatches {plan.microbatches} = {parts} equal parts"
+        why = f"batch {plan.batch} does not divide into {product} equal parts"
     above = -(-plan.batch // parts) * parts
     fits = [m for m in divisors(plan.batch) if plan.batch % (plan.dp * m) == 0]
     return f"{why}: set batch {above}" + (f", or microbatches {listed(fits)}." if fits else ".")
@@ -121,7 +123,8 @@ def schedule_is_known(plan: Plan, facts: ModelFacts) -> str | None:
 def blocks_fill_stages(plan: Plan, facts: ModelFacts) -> str | None:
     if plan.pp <= facts.blocks:
         return None
-    return f"pp {plan.pp} stages need a block each, but the model has {facts.blocks} blocks: set pp {facts.blocks} or less."
+    have = facts.blocks
+    return f"pp {plan.pp} stages need a block each, but the model has {have} blocks: set pp {have} or less."
 
 
 def tensors_divide(plan: Plan, facts: ModelFacts) -> str | None:
@@ -150,7 +153,8 @@ def tensors_divide(plan: Plan, facts: ModelFacts) -> str | None:
 def sequence_fits(plan: Plan, facts: ModelFacts) -> str | None:
     if plan.seq <= facts.positions:
         return None
-    return f"seq {plan.seq} is longer than the {facts.positions} positions of this model: set seq {facts.positions} or less."
+    have = facts.positions
+    return f"seq {plan.seq} is longer than the {have} positions of this model: set seq {have} or less."
 
 
 RULES: tuple[Rule, ...] = (

@@ -4,7 +4,7 @@ axes its gradient is summed.
 The unit is the part, not the parameter: a tensor is an ordered list of parts that may be cut and summed differently.
 In the models of this version every tensor has one part.
 
-    whole model --(pp: stage of the block)--> uses --(tp: the style's cut)--> compute --(ZeRO's row)--> stored grad state
+    whole model -(pp: stage of the block)-> uses -(tp: the style's cut)-> compute -(ZeRO's row)-> stored, grad, state
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .records import Holding
 from .styles import style
 
 REGION_AXES = {"full": ("dp",)}
-"""Which axes cut the *work* of a module, by the region it works in. dp cuts the batch everywhere; a module that works on
-a shard of the tokens or of the heads adds the axis that cuts those."""
+"""Which axes cut the *work* of a module, by the region it works in. dp cuts the batch everywhere; a module that works
+on a shard of the tokens or of the heads adds the axis that cuts those."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ No attention mask travels: runtime/hf derives whatever mask a class takes from `
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -48,8 +49,8 @@ class Batch:
         """How many targets are trained on: a scalar, int64."""
         return (self.targets != IGNORE).sum()
 
-    @property
-    def one_document_a_row(self) -> bool:
+    @cached_property
+    def plain(self) -> bool:
         """Whether every row is one unpadded document, so that plain causal attention is right."""
         return bool((self.document_ids == 0).all())
 
@@ -76,4 +77,6 @@ class Batch:
         return Batch(**grown)
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
+        moved = Batch(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
+        moved.__dict__["plain"] = self.plain  # known before the move, so that no one asks the device for it
+        return moved

@@ -67,7 +67,7 @@ class Schedule:
         return frozenset(action for row in self.rows for action in row)
 
 
-def _law(action: Action, stages: int) -> Iterator[Action]:
+def law(action: Action, stages: int) -> Iterator[Action]:
     """What must be done before `action`, when everything that can be stated is in the table."""
     kind, stage, microbatch = action.kind, action.stage, action.microbatch
     if kind is Kind.FORWARD and stage > 0:
@@ -97,7 +97,7 @@ def needs(action: Action, schedule: Schedule) -> tuple[Action, ...]:
         return tuple(a for a in schedule.rows[schedule.rank_of(action.stage)]
                      if a.kind is Kind.BACKWARD and a.stage == action.stage)  # fmt: skip
     found: list[Action] = []
-    for need in _law(action, schedule.stages):
+    for need in law(action, schedule.stages):
         if need in schedule.actions or need.kind.lane == "compute":
             found.append(need)
         else:

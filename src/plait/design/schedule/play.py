@@ -33,7 +33,8 @@ def play(schedule: Schedule, seconds: Callable[[Action], float]) -> Times:
                 places[rank] += 1
                 moved = True
     stuck = [
-        f"rank {rank} at {row[place]} waits for {', '.join(str(n) for n in needs(row[place], schedule) if n not in times)}"
+        f"rank {rank} at {row[place]} waits for "
+        + ", ".join(str(need) for need in needs(row[place], schedule) if need not in times)
         for rank, (row, place) in enumerate(zip(schedule.rows, places, strict=True))
         if place < len(row)
     ]

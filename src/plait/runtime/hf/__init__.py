@@ -1,0 +1,1 @@
+"""The only room that imports transformers: reads configs and facts, builds the modules of one stage, leaves models as they are."""

@@ -1,0 +1,167 @@
+"""Regenerates the pictures and the tables of numbers of these pages from plait's own objects.
+
+    python docs/figures.py
+
+writes docs/figures/*.svg, and in docs/methods/*.md whatever stands between `<!-- numbers: NAME -->` and `<!-- end -->`.
+tests/docs/test_figures.py compares both with the committed files, so that no page states a number that plait does not
+compute.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from plait.design.cost.traffic import traffic
+from plait.design.facts import ModelFacts, ParameterFact
+from plait.design.layout import Cut, Layout
+from plait.design.mesh import Mesh
+from plait.design.plan import Plan
+from plait.design.records import Timeline
+from plait.design.schedule import Action, Kind, live_microbatches, lower, make
+from plait.design.simulate import simulate, unit_seconds
+from plait.design.styles import STYLES
+from plait.report import sharding, timeline
+from plait.report.words import percent
+
+DOCS = Path(__file__).parent
+HIDDEN, VOCABULARY = 256, 512
+BLOCK = (
+    ("self_attn.q_proj", (HIDDEN, HIDDEN), "colwise", 64),
+    ("self_attn.k_proj", (HIDDEN // 2, HIDDEN), "colwise", 32),
+    ("self_attn.v_proj", (HIDDEN // 2, HIDDEN), "colwise", 32),
+    ("self_attn.o_proj", (HIDDEN, HIDDEN), "rowwise", 64),
+    ("mlp.gate_proj", (2 * HIDDEN, HIDDEN), "colwise", 1),
+    ("mlp.up_proj", (2 * HIDDEN, HIDDEN), "colwise", 1),
+    ("mlp.down_proj", (HIDDEN, 2 * HIDDEN), "rowwise", 1),
+    ("input_layernorm", (HIDDEN,), None, 1),
+    ("post_attention_layernorm", (HIDDEN,), None, 1),
+)
+"""(module, shape of its weight, style, quantum) of one decoder block of the example model."""
+
+
+def example_model(blocks: int = 4) -> ModelFacts:
+    """A llama of hidden size 256 with 8 heads in 4 groups: what the tables of these pages count."""
+
+    def weight(
+        module: str, shape: tuple[int, ...], style: str | None, quantum: int, block: int | None
+    ) -> ParameterFact:
+        after = module in ("model.norm", "lm_head")
+        return ParameterFact(module, "weight", shape, block, after, style, quantum, len(shape) > 1)
+
+    parameters = [weight("model.embed_tokens", (VOCABULARY, HIDDEN), "embedding_rowwise", 1, None)]
+    for block in range(blocks):
+        parameters += [weight(f"model.layers.{block}.{name}", *row, block) for name, *row in BLOCK]
+    parameters.append(weight("model.norm", (HIDDEN,), None, 1, None))
+    parameters.append(weight("lm_head", (VOCABULARY, HIDDEN), "colwise_gather_output", 1, None))
+    return ModelFacts("llama", blocks, HIDDEN, 8, 4, VOCABULARY, 256, tuple(parameters))
+
+
+def _timeline(name: str, ranks: int, microbatches: int, *, work: int = 1, reduction: int = 0) -> Timeline:
+    """The textbook's clock, each microbatch taking `work` times as long and the sum of gradients `reduction` units."""
+
+    def seconds(action: Action) -> float:
+        return reduction if action.kind is Kind.REDUCE else work * unit_seconds(action)
+
+    return simulate(lower(make(name, ranks, microbatches), reduce=reduction > 0), seconds)
+
+
+def figures() -> dict[str, str]:
+    """File name -> SVG."""
+    found = {
+        f"{name}.svg": timeline.svg(_timeline(name, 4, m), title=f"{name}: pp 4, microbatches {m}")
+        for name, m in (("naive", 1), ("gpipe", 8), ("1f1b", 8))
+    }
+    found["pipelines.svg"] = timeline.svg_panels(
+        {
+            f"{name}, microbatches {m}: bubble {percent(drawn.bubble)}, {drawn.seconds} units": drawn
+            for name, m, drawn in (
+                (name, m, _timeline(name, 4, m, work=8 // m)) for name, m in (("naive", 1), ("gpipe", 8), ("1f1b", 8))
+            )
+        },
+        title="The same batch through 4 stages, one clock",
+    )
+    found["ddp.svg"] = timeline.svg(
+        _timeline("1f1b", 2, 4, reduction=1), title="1f1b, pp 2 x dp 2, microbatches 4: one of the two replicas"
+    )
+    found["accumulation.svg"] = timeline.svg(_timeline("1f1b", 1, 4), title="1f1b: pp 1, microbatches 4")
+    mesh = Mesh((("dp", 2), ("tp", 2)))
+    for file, name, shape in (
+        ("colwise", "colwise", (2 * HIDDEN, HIDDEN)),
+        ("rowwise", "rowwise", (HIDDEN, 2 * HIDDEN)),
+        ("vocabulary", "colwise_gather_output", (VOCABULARY, HIDDEN)),
+    ):
+        layout = Layout(shape, (Cut(STYLES[name].weight_dim, ("tp",)),))
+        found[f"{file}.svg"] = sharding.svg(layout, mesh, title=f"{name}: weight (out x in) cut over tp")
+    return found
+
+
+def _markdown(head: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *(tuple(map(str, row)) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _pipelines(name: str, counts: tuple[int, ...]) -> str:
+    rows: list[tuple[object, ...]] = []
+    for p in (2, 4, 8):
+        for m in counts:
+            live = [live_microbatches(make(name, p, m), rank) for rank in (0, p - 1)]
+            drawn = _timeline(name, p, m)
+            rows.append((p, m, f"{drawn.seconds}", percent(drawn.bubble), *live))
+    return _markdown(("p", "m", "units", "bubble", "live on rank 0", "live on the last rank"), rows)
+
+
+def _traffic(plan: Plan, axis: str) -> str:
+    """Per rank: the calls, payload and bytes sent of one axis."""
+    rows: list[tuple[object, ...]] = [
+        (row.rank, row.why, row.operation, row.calls, f"{row.payload:,}", f"{int(row.sent):,}")
+        for row in traffic(plan, example_model())
+        if row.axis == axis
+    ]
+    return _markdown(("rank", "reason", "operation", "calls", "payload", "bytes sent"), rows)
+
+
+def numbers() -> dict[str, str]:
+    """Name -> Markdown table; the page that shows it is found by its marker."""
+    example = {"batch": 8, "seq": 128}
+    return {
+        "naive": _pipelines("naive", (1,)),
+        "gpipe": _pipelines("gpipe", (4, 8, 32)),
+        "1f1b": _pipelines("1f1b", (4, 8, 32)),
+        "pp traffic": _traffic(Plan(**example, pp=2, microbatches=4), "pp"),
+        "dp traffic": _traffic(Plan(**example, dp=2, microbatches=4), "dp"),
+        "tp traffic": _traffic(Plan(**example, tp=2, microbatches=4), "tp"),
+        "accumulation": _pipelines_of_one((1, 4, 16)),
+    }
+
+
+def _pipelines_of_one(counts: tuple[int, ...]) -> str:
+    rows: list[tuple[object, ...]] = [
+        (m, percent(_timeline("1f1b", 1, m).bubble), *(live_microbatches(make(n, 1, m), 0) for n in ("1f1b", "gpipe")))
+        for m in counts
+    ]
+    return _markdown(("m", "bubble", "live, 1f1b", "live, gpipe"), rows)
+
+
+def with_numbers(page: str) -> str:
+    """The page with every marked table computed anew."""
+    tables = numbers()
+    return re.sub(
+        r"<!-- numbers: (.+?) -->\n.*?<!-- end -->",
+        lambda found: f"<!-- numbers: {found[1]} -->\n\n{tables[found[1]]}\n\n<!-- end -->",
+        page,
+        flags=re.DOTALL,
+    )
+
+
+def main() -> None:
+    folder = DOCS / "figures"
+    folder.mkdir(exist_ok=True)
+    for name, picture in figures().items():
+        (folder / name).write_text(picture, encoding="utf-8")
+    for page in sorted((DOCS / "methods").glob("*.md")):
+        page.write_text(with_numbers(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Which rank holds what: a table of the whole model, and a drawing of one tensor."""
+
+from __future__ import annotations
+
+import math
+
+from rich import box as boxes
+from rich.table import Table
+
+from plait.design.layout import Box, Layout, box_shape
+from plait.design.mesh import Mesh
+from plait.design.plan import Plan
+from plait.design.records import Holding
+from plait.design.sharding import Sharding, holdings
+
+from . import svg as drawing
+from .words import runs, size
+
+ITEM = 4
+"""Bytes of a stored weight: they are fp32 whatever the type of compute."""
+
+
+def table(sharding: Sharding, plan: Plan) -> Table:
+    """One line a rank: its place on each axis, the modules and blocks it holds, its slice of the tensors that are cut,
+    how many are cut and how many whole, and how many ranks hold the same."""
+    mesh = sharding.mesh
+    rows = holdings(sharding, ITEM)
+    once = sum(math.prod(part.compute.shape) for part in sharding.parts)
+    held = sum(row.bytes for row in rows)
+    ranks = "1 rank" if mesh.size == 1 else f"{mesh.size} ranks"
+    found = Table(
+        title=f"{plan.model} over {mesh}: {ranks}",
+        caption=f"{once:,} parameters, {size(once * ITEM)} once; {size(held)} over all ranks\n"
+        "cut/whole: tensors cut and held whole; copies: ranks that hold the same slice",
+        box=boxes.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=0,
+        title_justify="left",
+        caption_justify="left",
+    )
+    for name in ("rank", *mesh.names):
+        found.add_column(name, justify="right", no_wrap=True)
+    for name in ("holds", "slice", "cut/whole"):
+        found.add_column(name)
+    for name in ("parameters", "bytes", "copies"):
+        found.add_column(name, justify="right", no_wrap=True)
+    for rank in range(mesh.size):
+        found.add_row(*_line(sharding, rank, [row for row in rows if row.rank == rank]))
+    return found
+
+
+def _line(sharding: Sharding, rank: int, rows: list[Holding]) -> list[str]:
+    mesh = sharding.mesh
+    place = mesh.coordinate(rank)
+    parts = [sharding.part(row.part) for row in rows]
+    axes = {axis for part in parts for axis in part.stored.cut_axes}
+    whole = sum(not part.stored.cut_axes for part in parts)
+    slices = [f"{place[axis] + 1} of {mesh.degree(axis)}" for axis in mesh.names if axis in axes]
+    held = sum(row.bytes for row in rows)
+    return [
+        str(rank),
+        *(str(place[name]) for name in mesh.names),
+        _modules(sharding, rows),
+        ", ".join(slices) or "whole",
+        f"{len(parts) - whole}/{whole}",
+        f"{held // ITEM:,}",
+        size(held),
+        ", ".join(str(copies) for copies in sorted({row.copies for row in rows})),
+    ]
+
+
+def _modules(sharding: Sharding, rows: list[Holding]) -> str:
+    """'embed_tokens, 0-3' or '4-7, norm, lm_head': in the order of the model, the blocks as one run."""
+    blocks = runs(row.block for row in rows if row.block is not None)
+    names: list[str] = []
+    for row in rows:
+        module = sharding.part(row.part).uses[0][1]
+        name = blocks if row.block is not None else module.rpartition(".")[2]
+        if name not in names:
+            names.append(name)
+    return ", ".join(names)
+
+
+def svg(layout: Layout, mesh: Mesh, *, title: str) -> str:
+    """One tensor of one or two dims, cut over the ranks of a mesh: dim 0 downwards, dim 1 to the right, in every slice
+    the ranks that hold it and its shape."""
+    if len(layout.shape) not in (1, 2):
+        raise ValueError(f"only tensors of 1 or 2 dims can be drawn, not of {len(layout.shape)}: {layout.shape}")
+    slices: dict[Box, list[int]] = {}
+    for rank, box in layout.holders(mesh):
+        if 0 not in box_shape(box):
+            slices.setdefault(box, []).append(rank)
+    shape = (*layout.shape, 1)[:2]
+    scale = 320 / max(shape)
+    height, width = (max(120, length * scale) for length in shape)
+    left, top = 90, 70
+    drawn: list[str] = []
+    for index, (box, ranks) in enumerate(slices.items()):
+        (y, bottom), (x, right) = (*box, (0, 1))[:2]
+        x, right = (left + width * place / shape[1] for place in (x, right))
+        y, bottom = (top + height * place / shape[0] for place in (y, bottom))
+        middle, centre = (x + right) / 2, (y + bottom) / 2
+        ink = "on-dark" if index % 4 in (1, 3) else "on-light"
+        drawn.append(drawing.rect(x, y, right - x, bottom - y, f"slice{index % 4}"))
+        name = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        drawn.append(drawing.text(middle, centre - 4, name, f"middle {ink}"))
+        drawn.append(drawing.text(middle, centre + 14, " x ".join(map(str, box_shape(box))), f"middle {ink}"))
+    labels = [drawing.text(left - 10, top + height / 2, f"dim 0: {layout.shape[0]}", "end")]
+    if len(layout.shape) == 2:
+        labels.append(drawing.text(left + width / 2, top - 10, f"dim 1: {layout.shape[1]}", "middle"))
+    note = f"mesh {mesh}; ranks in one slice hold copies"
+    labels.append(drawing.text(left, top + height + 22, note))
+    total = max(left + width + 20, 40 + 8 * len(title), left + 20 + 7 * len(note))
+    return drawing.document(total, top + height + 38, title, [*drawing.group("slices", drawn), *labels])

@@ -1,0 +1,72 @@
+"""Collectives with gradients: each is one of a pair, the backward of one being the forward of the other.
+
+    copy     forward identity         backward sum          into a layer whose output dim is cut   (Megatron's f)
+    sum      forward sum              backward identity     out of a layer whose input dim is cut  (Megatron's g)
+    gather   forward gather last dim  backward own slice    out of a layer whose output is wanted whole
+
+Shoeybi et al., "Megatron-LM", 2019, section 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .collectives import all_gather, all_reduce
+from .world import Group
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, why: str) -> Tensor:
+        ctx.group, ctx.why = group, why
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        # A copy: autograd may hand the same tensor to someone else.
+        summed = grads[0].clone(memory_format=torch.contiguous_format)
+        all_reduce(summed, ctx.group, why=ctx.why)
+        return summed, None, None
+
+
+class _Sum(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, why: str) -> Tensor:
+        summed = x.clone(memory_format=torch.contiguous_format)
+        all_reduce(summed, group, why=why)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0], None, None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, why: str) -> Tensor:
+        ctx.index, ctx.width = group.index, x.shape[-1]
+        return torch.cat(all_gather(x, group, why=why).unbind(0), dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].narrow(-1, ctx.index * ctx.width, ctx.width), None, None
+
+
+def copy(x: Tensor, group: Group, *, why: str) -> Tensor:
+    """Whole on every rank, used by each for its slice: the gradients of the slices are summed."""
+    return x if group.handle is None else _Copy.apply(x, group, why)  # type: ignore[no-any-return]
+
+
+def sum(x: Tensor, group: Group, *, why: str) -> Tensor:
+    """A partial sum on every rank becomes the whole sum on all; the result may share nothing with x."""
+    return x if group.handle is None else _Sum.apply(x, group, why)  # type: ignore[no-any-return]
+
+
+def gather(x: Tensor, group: Group, *, why: str) -> Tensor:
+    """Equal slices of the last dim become the whole on every rank. What follows must be the same on all ranks: each
+    keeps its own slice of the gradient."""
+    return x if group.handle is None else _Gather.apply(x, group, why)  # type: ignore[no-any-return]

@@ -1,0 +1,29 @@
+"""What this rank moved, counted where it is moved: one `Traffic` row per (axis, why, operation).
+
+`design/cost/traffic.py` predicts the same rows; a test holds the two equal to the byte.
+"""
+
+from __future__ import annotations
+
+from ...design.records import Traffic
+
+
+class Ledger:
+    """Counts calls and payload bytes. `add` costs two additions, so it is always on."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[str, str, str, int], list[int]] = {}
+
+    def add(self, axis: str, why: str, operation: str, ranks: int, payload: int) -> None:
+        row = self._rows.setdefault((axis, why, operation, ranks), [0, 0])
+        row[0] += 1
+        row[1] += payload
+
+    def rows(self, rank: int) -> list[Traffic]:
+        return [
+            Traffic(rank, axis, why, operation, ranks, calls, payload)
+            for (axis, why, operation, ranks), (calls, payload) in self._rows.items()
+        ]
+
+    def clear(self) -> None:
+        self._rows.clear()

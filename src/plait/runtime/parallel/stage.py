@@ -1,0 +1,35 @@
+"""One stage of the pipeline: a body that turns tokens (and a received hidden state) into a hidden state or logits, and,
+on the last stage, the loss. It knows nothing of schedules, ranks or where its body came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ..batch import Batch
+
+Body = Callable[[Batch, Tensor | None], Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Stage:
+    """`forward(batch, received)`; on the last stage `loss(logits, targets)` gives a sum over the trained targets."""
+
+    def __init__(self, index: int, body: Body, loss: Loss | None) -> None:
+        self.index = index
+        self._body = body
+        self._loss = loss
+
+    @property
+    def is_last(self) -> bool:
+        return self._loss is not None
+
+    def forward(self, batch: Batch, received: Tensor | None) -> Tensor:
+        return self._body(batch, received)
+
+    def loss(self, logits: Tensor, batch: Batch, inverse_weight: Tensor) -> Tensor:
+        """This microbatch's share of the step's mean loss."""
+        assert self._loss is not None
+        total = self._loss(logits, batch.targets)
+        return total * inverse_weight.to(total.dtype)

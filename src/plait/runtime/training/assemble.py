@@ -1,0 +1,102 @@
+"""Puts a run together, in order. hf and parallel do not know each other; this page introduces them."""
+
+from __future__ import annotations
+
+import torch
+
+from ...design.layout import Layout
+from ...design.plan import Plan, validate
+from ...design.schedule import FORWARD_ONLY, check, lower, make
+from ...design.sharding import Part, Sharding, buckets, shard
+from ...design.styles import style
+from ..comm.world import Group, World
+from ..hf.read import Model, read
+from ..hf.stage_model import StageModel
+from ..parallel import loss, tensor
+from ..parallel.clock import Clock
+from ..parallel.data import Buckets
+from ..parallel.pipeline import Pipeline
+from ..parallel.stage import Stage
+from .optimizer import Optimizer
+from .step import Run
+
+COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = False) -> Run:
+    """The run of `plan` on this rank of `world`. `wide` computes and accumulates in fp64 whatever the plan says."""
+    # What the model is made of, and whether the plan fits it: refused here, before anything is built.
+    model = model or read(plan.model)
+    validate(plan, model.facts)
+    dtype = torch.float64 if wide else COMPUTE[plan.compute]
+    accumulate = torch.float64 if wide else torch.float32
+
+    # Who holds what, and who does what when; the table is proven before it is used.
+    sharding = shard(model.facts, plan)
+    stage_index = world.coordinate["pp"]
+    parts = sharding.on_stage(stage_index)
+    schedule = lower(make(plan.schedule, plan.pp, plan.microbatches), reduce=True)
+    check(schedule)
+
+    # The modules of this stage, without memory; then tp replaces forwards; then each module gets its slices.
+    body = StageModel(model, sharding, stage_index, dtype)
+    tp = world.group("tp")
+    forget = _split_over_tp(model, body, parts, world, tp)
+    body.materialise(sharding, world.rank, plan.seed, world.device)
+    parameters = body.parameters()
+
+    # plait owns the loss: it reads the head's cut logits.
+    last = stage_index == plan.pp - 1
+    start = _first_row(_head(model, sharding), world)
+    stage = Stage(stage_index, body.forward, (lambda x, y: loss.cross_entropy(x, y, tp, start=start)) if last else None)
+
+    # Gradients live in buckets, which are reduced while backward goes on.
+    item = torch.empty((), dtype=accumulate).element_size()
+    grouped = buckets(parts, plan.mesh, world.rank, int(plan.bucket_mb * 2**20), item)
+    groups = {part.summed_over: world.group(*part.summed_over) for part in parts}
+    sink = Buckets(grouped, parameters, groups, accumulate)
+
+    # The optimizer updates what this rank holds; the pipeline carries out the table.
+    optimizer = Optimizer(plan, parts, parameters, sink.gradients)
+    clock = Clock(world.device)
+
+    def pipeline(table: object = schedule) -> Pipeline:
+        return Pipeline(
+            table, stage, world.group("pp"), hidden=model.facts.hidden, dtype=dtype, device=world.device,
+            clock=clock, sink=sink,
+        )  # fmt: skip
+
+    return Run(
+        plan=plan, world=world, model=model, sharding=sharding, sink=sink, optimizer=optimizer, clock=clock,
+        pipeline=pipeline(), forward=pipeline(lower(FORWARD_ONLY(plan.pp, 1))), forget=forget,
+    )  # fmt: skip
+
+
+def _split_over_tp(
+    model: Model, body: StageModel, parts: tuple[Part, ...], world: World, group: Group
+) -> tensor.SharedInput:
+    shared = tensor.SharedInput(group)
+    if group.size == 1:
+        return shared
+    facts = {parameter.name: parameter for parameter in model.facts.parameters}
+    for part in parts:
+        fact = facts[part.name]
+        if fact.style is not None and fact.tensor == "weight":
+            module = body.module.get_submodule(fact.module)
+            row = style(fact.style, fact.module)
+            # The head's output stays cut: the loss reads it so.
+            is_head = module is body.module.get_output_embeddings()
+            start = _first_row(part.compute, world)
+            tensor.split(module, row, group, shared, start=start, gather=not is_head)
+    return shared
+
+
+def _head(model: Model, sharding: Sharding) -> Layout:
+    """The layout of the head's weight: the last matrix of the model whose rows are the vocabulary."""
+    rows = model.facts.vocabulary
+    return next(part.compute for part in reversed(sharding.parts) if part.compute.shape[0] == rows)
+
+
+def _first_row(layout: Layout, world: World) -> int:
+    box = layout.box(world.mesh, world.rank)
+    return 0 if box is None else box[0][0]

@@ -1,0 +1,38 @@
+"""One true gradient norm over all ranks, and the clip that follows from it.
+
+Every element counts once: a rank adds the slices of which it holds the first copy, and one sum over the world gives the
+same norm, bit for bit, everywhere. Loss and norm travel together: one collective, one host sync a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..comm.collectives import all_reduce
+from ..comm.world import World
+
+
+def squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
+    """Sum of squares of some gradients: a scalar, fp64, on the device."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.nn.utils.get_total_norm(gradients).double().square()
+
+
+def loss_and_norm(loss: Tensor, squared: Tensor, world: World) -> tuple[Tensor, Tensor]:
+    """This rank's shares of both -> the step's loss and global gradient norm, on every rank."""
+    both = torch.stack((loss.double(), squared))
+    all_reduce(both, world.everyone, why="loss and gradient norm")
+    return both[0], both[1].sqrt()
+
+
+def clip(buffers: Iterable[Tensor], norm: Tensor, limit: float) -> None:
+    """Scales all gradients by min(1, limit / (norm + 1e-6)), as torch's clip_grad_norm_ does; no host sync."""
+    if not limit:
+        return
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    for buffer in buffers:
+        buffer.mul_(factor.to(buffer.dtype))

@@ -1,0 +1,116 @@
+"""One training step, and the run that takes it.
+
+count target tokens -> carry out the schedule -> norm and clip -> optimizer (which publishes) -> report
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ...design.plan import Plan
+from ...design.records import Span, Timeline, Traffic
+from ...design.sharding import Sharding
+from ..batch import Batch
+from ..comm.collectives import all_gather, all_reduce
+from ..comm.world import World
+from ..hf.read import Model
+from ..parallel.clock import Clock
+from ..parallel.data import Buckets
+from ..parallel.pipeline import Pipeline
+from ..parallel.tensor import SharedInput
+from .gradients import clip, loss_and_norm, squared_norm
+from .optimizer import Optimizer, learning_rate
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a step says of itself; `loss` is the mean over the step's target tokens, `tokens` counts those."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+class Run:
+    """A laid-out model in training on this rank. Made by `build`."""
+
+    def __init__(
+        self, *, plan: Plan, world: World, model: Model, sharding: Sharding, sink: Buckets, optimizer: Optimizer,
+        clock: Clock, pipeline: Pipeline, forward: Pipeline, forget: SharedInput, steps: int | None = None,
+    ) -> None:  # fmt: skip
+        self.plan, self.world, self.model, self.sharding = plan, world, model, sharding
+        self.sink, self.optimizer = sink, optimizer
+        self.steps = steps or plan.steps
+        self.done = 0
+        self.forward_pipeline = forward
+        self._clock, self._pipeline, self._shared = clock, pipeline, forget
+        place = world.coordinate
+        self._first_of_replica = place["pp"] == place["tp"] == 0
+        self._owns_loss = place["pp"] == plan.pp - 1 and place["tp"] == 0
+        parts = sharding.on_stage(place["pp"])
+        counted = [part.name for part in parts if part.grad.is_first_copy(world.mesh, world.rank)]
+        self._counted = [sink.gradients[name] for name in counted]
+
+    def step(self, batch: Batch) -> Report:
+        """Trains on this rank's rows of one global batch (batch / dp rows of seq tokens); the same report everywhere."""
+        begin = time.perf_counter()
+        plan, world = self.plan, self.world
+        rows = plan.batch // plan.dp
+        if batch.tokens.shape != (rows, plan.seq):
+            raise ValueError(
+                f"step takes {rows} rows (batch {plan.batch} / dp {plan.dp}) of {plan.seq} tokens, not "
+                f"{tuple(batch.tokens.shape)}"
+            )
+
+        weight = (batch.weight * self._first_of_replica).to(world.device)
+        all_reduce(weight, world.everyone, why="target tokens")
+        inverse = 1 / weight.clamp(min=1).double()
+
+        self._clock.start()
+        self.sink.begin()
+        microbatches = [part.to(world.device) for part in batch.split(plan.microbatches)]
+        share = self._pipeline.run(microbatches, inverse)
+        self._shared.forget()
+
+        loss, norm = loss_and_norm(share * self._owns_loss, squared_norm(self._counted, world.device), world)
+        clip(self.sink.buffers, norm, plan.clip)
+
+        lr = learning_rate(plan, self.done, self.steps)
+        self.optimizer.step(lr)
+
+        self.done += 1
+        numbers = torch.stack((loss, norm, weight.double())).tolist()  # the step's one host sync
+        return Report(self.done, numbers[0], numbers[1], lr, int(numbers[2]), time.perf_counter() - begin)
+
+    def timeline(self) -> Timeline:
+        """The last step as measured on the pipeline ranks of this rank's pipeline; every one of them must ask."""
+        schedule, group = self._pipeline.schedule, self.world.group("pp")
+        longest = max(map(len, schedule.rows))
+        times = torch.zeros(longest, 2, dtype=torch.float64, device=self.world.device)
+        for place, (_, start, end) in enumerate(self._clock.spans()):
+            times[place] = torch.tensor((start, end))
+        gathered = all_gather(times, group, why="timeline").tolist()
+        spans = [
+            Span(rank, action, *gathered[rank][place])
+            for rank, row in enumerate(schedule.rows)
+            for place, action in enumerate(row)
+        ]
+        return Timeline(schedule.ranks, tuple(spans))
+
+    def traffic(self) -> list[Traffic]:
+        """What this rank has moved since the ledger was cleared."""
+        return self.world.ledger.rows(self.world.rank)
+
+
+StepSeen = Callable[[Report], None]

@@ -1,0 +1,253 @@
+"""Where every part lives and what its gradient is summed over, against a model simulated rank by rank."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from plait.design.errors import PlanError
+from plait.design.facts import ModelFacts
+from plait.design.layout import Box, Cut, elements
+from plait.design.plan import Plan, stage_of_block
+from plait.design.sharding import Sharding, buckets, holdings, shard
+
+from tests.design.facts import llama, parameter
+
+Array = NDArray[np.int64]
+VOCABULARY, HIDDEN, INNER, ROWS = 12, 4, 12, 24
+
+LINEAR = ModelFacts(
+    "linear", 1, HIDDEN, 1, 1, VOCABULARY, 64,
+    (
+        parameter("embed.weight", (VOCABULARY, HIDDEN), "embedding_rowwise"),
+        parameter("norm.weight", (HIDDEN,), block=0),
+        parameter("up.weight", (INNER, HIDDEN), "colwise", block=0),
+        parameter("up.bias", (INNER,), "colwise", block=0),
+        parameter("down.weight", (HIDDEN, INNER), "rowwise", block=0),
+        parameter("down.bias", (HIDDEN,), "rowwise", block=0),
+        parameter("head.weight", (VOCABULARY, HIDDEN), "colwise_gather_output", after_blocks=True),
+    ),
+)  # fmt: skip
+"""x = embed[token]; y = x + down(up(x * norm)); loss = sum(c * head(y)). Integers, so that sums are exact."""
+
+
+def at(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def gradients(
+    weights: list[dict[str, Array]], first_row: list[int], tokens: Array, c: list[Array]
+) -> list[dict[str, Array]]:
+    """One step of the linear model over ranks that share their batch, each with its slices of the weights (a list
+    of one is the whole model). Written from the styles' definitions: `total` is the sum that a rowwise output (forward)
+    or a colwise input's gradient (backward) takes over tp; nothing else is summed."""
+
+    def total(partial: Iterator[Array]) -> Array:
+        return np.sum(list(partial), axis=0)
+
+    def lookup(w: dict[str, Array], first: int) -> Array:
+        local = tokens - first
+        mine = (local >= 0) & (local < len(w["embed.weight"]))
+        return np.where(mine[:, None], w["embed.weight"][np.where(mine, local, 0)], 0)
+
+    pairs = list(zip(weights, first_row, strict=True))
+    x = total(lookup(w, first) for w, first in pairs)
+    normed = [x * w["norm.weight"] for w in weights]
+    inner = [n @ w["up.weight"].T + w["up.bias"] for n, w in zip(normed, weights, strict=True)]
+    summed = total(a @ w["down.weight"].T for a, w in zip(inner, weights, strict=True))
+    y = [x + summed + w["down.bias"] for w in weights]
+    d_y = total(dl @ w["head.weight"] for dl, w in zip(c, weights, strict=True))
+    d_inner = [d_y @ w["down.weight"] for w in weights]
+    d_normed = total(da @ w["up.weight"] for da, w in zip(d_inner, weights, strict=True))
+    found = []
+    for t, (w, first) in enumerate(pairs):
+        d_x = d_y + d_normed * w["norm.weight"]
+        d_embed = np.zeros_like(w["embed.weight"])
+        for row, token in enumerate(tokens):
+            if 0 <= token - first < len(d_embed):
+                d_embed[token - first] += d_x[row]
+        found.append(
+            {
+                "embed.weight": d_embed,
+                "norm.weight": (d_normed * x).sum(0),
+                "up.weight": d_inner[t].T @ normed[t],
+                "up.bias": d_inner[t].sum(0),
+                "down.weight": d_y.T @ inner[t],
+                "down.bias": d_y.sum(0),
+                "head.weight": c[t].T @ y[t],
+            }
+        )
+    return found
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (2, 4), (4, 3)])
+def test_summed_over_is_the_only_sum_that_is_right(dp: int, tp: int) -> None:
+    """Each rank's gradient, summed over `summed_over`, is its slice of the whole model's; over any other choice of the
+    axes that do not cut the part, it is not."""
+    random = np.random.default_rng(dp * 10 + tp)
+    whole = {p.name: random.integers(1, 4, p.shape) for p in LINEAR.parameters}
+    tokens = np.arange(ROWS) % VOCABULARY
+    c = random.integers(1, 4, (ROWS, VOCABULARY))
+    [expected] = gradients([whole], [0], tokens, [c])
+
+    sharding = shard(LINEAR, Plan(dp=dp, tp=tp, batch=ROWS))
+    mesh, boxes = sharding.mesh, {}
+    for part in sharding.parts:
+        for rank, box in part.compute.holders(mesh):
+            boxes[part.name, rank] = box
+    local: dict[int, dict[str, Array]] = {}
+    for d in range(dp):
+        ranks = mesh.group(mesh.rank(dp=d), "tp")
+        rows = slice(d * ROWS // dp, (d + 1) * ROWS // dp)
+        weights = [{name: whole[name][at(boxes[name, rank])] for name in whole} for rank in ranks]
+        first = [boxes["embed.weight", rank][0][0] for rank in ranks]
+        slices = [c[rows, slice(*boxes["head.weight", rank][0])] for rank in ranks]
+        local |= dict(zip(ranks, gradients(weights, first, tokens[rows], slices), strict=True))
+
+    for part in sharding.parts:
+        uncut = [axis for axis in ("dp", "tp") if axis not in part.compute.cut_axes and mesh.degree(axis) > 1]
+        right = []
+        for axes in itertools.chain.from_iterable(itertools.combinations(uncut, n) for n in range(len(uncut) + 1)):
+            if all(
+                np.array_equal(
+                    sum(local[other][part.name] for other in mesh.group(rank, *axes)),
+                    expected[part.name][at(boxes[part.name, rank])],
+                )
+                for rank in range(mesh.size)
+            ):
+                right.append(axes)
+        assert right == [tuple(axis for axis in part.summed_over if mesh.degree(axis) > 1)], part.name
+
+
+def test_the_cuts_are_the_styles() -> None:
+    cuts = {p.name: p.compute.cuts for p in shard(LINEAR, Plan(tp=2)).parts}
+    assert cuts == {
+        "embed.weight": (Cut(0, ("tp",)),),
+        "norm.weight": (),
+        "up.weight": (Cut(0, ("tp",)),),
+        "up.bias": (Cut(0, ("tp",)),),
+        "down.weight": (Cut(1, ("tp",)),),
+        "down.bias": (),
+        "head.weight": (Cut(0, ("tp",)),),
+    }
+
+
+def test_attention_is_cut_by_whole_groups() -> None:
+    """A rank's query heads are those that read its KV heads."""
+    sharding = shard(llama(heads=12, kv_heads=4, head_dim=2), Plan(tp=2))
+    for rank in range(2):
+        rows = {
+            name: sharding.part(f"model.layers.0.self_attn.{name}.weight").compute.box(sharding.mesh, rank)
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+        }
+        assert all(rows.values())
+        assert rows["q_proj"] == ((12 * rank, 12 * rank + 12), (0, 24))
+        assert rows["k_proj"] == rows["v_proj"] == ((4 * rank, 4 * rank + 4), (0, 24))
+        assert rows["o_proj"] == ((0, 24), (12 * rank, 12 * rank + 12))
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 4, 10])
+def test_ten_blocks_on_any_number_of_stages(pp: int) -> None:
+    """Every parameter on exactly one stage, blocks in order, sizes that differ by at most one, nothing lost."""
+    facts, plan = llama(blocks=10), Plan(pp=pp)
+    sharding = shard(facts, plan)
+    on = [sharding.on_stage(stage) for stage in range(pp)]
+    assert [part.name for parts in on for part in parts] == [p.name for p in facts.parameters]
+    assert sum(math.prod(part.compute.shape) for parts in on for part in parts) == facts.elements
+    blocks = [sorted({part.block for part in parts if part.block is not None}) for parts in on]
+    assert list(itertools.chain(*blocks)) == list(range(10))
+    assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
+    assert [[stage_of_block(plan, facts, b) for b in held] for held in blocks] == [
+        [stage] * len(held) for stage, held in enumerate(blocks)
+    ]
+    assert on[0][0].name == "model.embed_tokens.weight"
+    assert [part.name for part in on[-1][-2:]] == ["model.norm.weight", "lm_head.weight"]
+    for stage, parts in enumerate(on):
+        assert all(part.owner == stage and part.compute.stages == (stage,) for part in parts)
+
+
+def test_there_is_no_eleventh_block() -> None:
+    with pytest.raises(ValueError, match="block 10"):
+        stage_of_block(Plan(pp=3), llama(blocks=10), 10)
+
+
+@given(
+    st.integers(1, 3), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3, 4]), st.booleans()
+)  # fmt: skip
+def test_each_element_is_counted_once_over_first_copies(dp: int, tp: int, pp: int, bias: bool) -> None:
+    facts = llama(bias=bias)
+    sharding = shard(facts, Plan(dp=dp, tp=tp, pp=pp))
+    for layout in ("compute", "stored", "grad", "state"):
+        counted = 0
+        for part in sharding.parts:
+            held = getattr(part, layout)
+            counted += sum(elements(b) for r, b in held.holders(sharding.mesh) if held.is_first_copy(sharding.mesh, r))
+        assert counted == facts.elements
+
+
+# --- buckets
+
+
+@given(st.integers(0, 20_000), st.sampled_from([2, 4]), st.sampled_from([(1, 1), (2, 2), (3, 4)]), st.booleans())
+def test_buckets(limit: int, item: int, degrees: tuple[int, int], bias: bool) -> None:
+    """Every part once, in the order in which backward finishes; no bucket above the limit unless it is one part; none
+    that could have taken the next part."""
+    pp, tp = degrees
+    sharding = shard(llama(bias=bias), Plan(dp=2, pp=pp, tp=tp))
+    for rank in range(sharding.mesh.size):
+        parts = sharding.on_stage(sharding.mesh.coordinate(rank)["pp"])
+        found = buckets(parts, sharding.mesh, rank, limit, item)
+        assert list(itertools.chain(*found)) == list(reversed(parts))
+        sizes = [[elements(part.grad.box(sharding.mesh, rank) or ()) * item for part in bucket] for bucket in found]
+        assert all(sum(size) <= limit or len(size) == 1 for size in sizes)
+        assert all(sum(size) + after[0] > limit for size, after in itertools.pairwise(sizes))
+        assert all(len({part.summed_over for part in bucket}) == 1 for bucket in found)
+
+
+def test_no_parts_no_buckets() -> None:
+    assert buckets((), Plan().mesh, 0, 1, 4) == []
+
+
+# --- holdings
+
+
+def bytes_by_rank(sharding: Sharding, item: int) -> list[int]:
+    rows = holdings(sharding, item)
+    return [sum(row.bytes for row in rows if row.rank == rank) for rank in range(sharding.mesh.size)]
+
+
+@pytest.mark.parametrize(("dp", "tp", "pp"), [(1, 1, 1), (2, 1, 1), (1, 4, 1), (1, 1, 3), (2, 2, 2)])
+def test_holdings_add_up(dp: int, tp: int, pp: int) -> None:
+    """Bytes over ranks = item x (dp x what tp cuts + dp x tp x what every tp rank holds whole)."""
+    facts = llama(bias=True)
+    sharding = shard(facts, Plan(dp=dp, tp=tp, pp=pp))
+    cut = sum(math.prod(p.compute.shape) for p in sharding.parts if p.compute.cuts)
+    whole = facts.elements - cut
+    assert (cut == 0) == (tp == 1)
+    assert sum(bytes_by_rank(sharding, 4)) == 4 * dp * (cut + tp * whole)
+    rows = holdings(sharding)
+    assert [row.rank for row in rows] == sorted(row.rank for row in rows)
+    for row in rows:
+        assert row.bytes == 4 * elements(row.box)
+        assert row.copies == dp * (1 if sharding.part(row.part).compute.cuts else tp)
+
+
+def test_data_parallel_ranks_hold_the_same() -> None:
+    sharding = shard(llama(), Plan(dp=3, tp=2, pp=2))
+    sizes = bytes_by_rank(sharding, 2)
+    for group in sharding.mesh.groups("dp"):
+        assert len({sizes[rank] for rank in group}) == 1
+
+
+def test_a_style_that_plait_does_not_know_is_named() -> None:
+    facts = ModelFacts("odd", 1, 4, 1, 1, 8, 8, (parameter("mixer.weight", (8, 4), "colwize", block=0),))
+    assert shard(facts, Plan()).parts[0].compute.cuts == ()
+    with pytest.raises(PlanError, match=r"mixer the style 'colwize'.*Did you mean 'colwise'\?.*tp 1"):
+        shard(facts, Plan(tp=2))
