@@ -1,0 +1,1 @@
+"""Proves that a laid-out model computes what one process would."""

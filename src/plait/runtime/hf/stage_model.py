@@ -137,6 +137,16 @@ class StageModel:
         return logits
 
 
+def build_whole(model: Model, seed: int, dtype: torch.dtype) -> nn.Module:
+    """The whole unmodified model on the CPU, from the same initial weights as every layout's."""
+    whole = build_on_meta(model.config)
+    for name, module in whole.named_modules():
+        for tensor_name, drawn in draw(whole, name, module, seed):
+            is_parameter = isinstance(getattr(module, tensor_name), nn.Parameter)
+            setattr(module, tensor_name, nn.Parameter(drawn.to(dtype)) if is_parameter else drawn)
+    return whole
+
+
 def draw(model: nn.Module, name: str, module: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
     """The whole initial tensors of one module by itself (parameters fp32, then buffers), drawn on the CPU by the model's
     own rule from blake2b(seed, name)."""

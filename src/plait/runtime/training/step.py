@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from ...design.plan import Plan
-from ...design.records import Span, Timeline, Traffic
 from ...design.sharding import Sharding
 from ..batch import Batch
-from ..comm.collectives import all_gather, all_reduce
+from ..comm.collectives import all_reduce
 from ..comm.world import World
 from ..hf.read import Model
 from ..parallel.clock import Clock
@@ -54,7 +53,7 @@ class Run:
         self.steps = steps or plan.steps
         self.done = 0
         self.forward_pipeline = forward
-        self._clock, self._pipeline, self._shared = clock, pipeline, forget
+        self.clock, self.pipeline, self._shared = clock, pipeline, forget
         place = world.coordinate
         self._first_of_replica = place["pp"] == place["tp"] == 0
         self._owns_loss = place["pp"] == plan.pp - 1 and place["tp"] == 0
@@ -62,8 +61,9 @@ class Run:
         counted = [part.name for part in parts if part.grad.is_first_copy(world.mesh, world.rank)]
         self._counted = [sink.gradients[name] for name in counted]
 
-    def step(self, batch: Batch) -> Report:
-        """Trains on this rank's rows of one global batch (batch / dp rows of seq tokens); the same report everywhere."""
+    def step(self, batch: Batch, *, reduced: Callable[[], None] | None = None) -> Report:
+        """Trains on this rank's rows of one global batch (batch / dp rows of seq tokens); the same report everywhere.
+        `reduced` is called when the gradients are reduced and not yet clipped: the place to look at them."""
         begin = time.perf_counter()
         plan, world = self.plan, self.world
         rows = plan.batch // plan.dp
@@ -77,11 +77,13 @@ class Run:
         all_reduce(weight, world.everyone, why="target tokens")
         inverse = 1 / weight.clamp(min=1).double()
 
-        self._clock.start()
+        self.clock.start()
         self.sink.begin()
         microbatches = [part.to(world.device) for part in batch.split(plan.microbatches)]
-        share = self._pipeline.run(microbatches, inverse)
+        share = self.pipeline.run(microbatches, inverse)
         self._shared.forget()
+        if reduced is not None:
+            reduced()
 
         loss, norm = loss_and_norm(share * self._owns_loss, squared_norm(self._counted, world.device), world)
         clip(self.sink.buffers, norm, plan.clip)
@@ -92,25 +94,3 @@ class Run:
         self.done += 1
         numbers = torch.stack((loss, norm, weight.double())).tolist()  # the step's one host sync
         return Report(self.done, numbers[0], numbers[1], lr, int(numbers[2]), time.perf_counter() - begin)
-
-    def timeline(self) -> Timeline:
-        """The last step as measured on the pipeline ranks of this rank's pipeline; every one of them must ask."""
-        schedule, group = self._pipeline.schedule, self.world.group("pp")
-        longest = max(map(len, schedule.rows))
-        times = torch.zeros(longest, 2, dtype=torch.float64, device=self.world.device)
-        for place, (_, start, end) in enumerate(self._clock.spans()):
-            times[place] = torch.tensor((start, end))
-        gathered = all_gather(times, group, why="timeline").tolist()
-        spans = [
-            Span(rank, action, *gathered[rank][place])
-            for rank, row in enumerate(schedule.rows)
-            for place, action in enumerate(row)
-        ]
-        return Timeline(schedule.ranks, tuple(spans))
-
-    def traffic(self) -> list[Traffic]:
-        """What this rank has moved since the ledger was cleared."""
-        return self.world.ledger.rows(self.world.rank)
-
-
-StepSeen = Callable[[Report], None]
