@@ -16,7 +16,7 @@ from .errors import PlanError, divisors, listed, nearest
 from .facts import ModelFacts
 from .layout import balanced
 from .mesh import Mesh
-from .schedule import SCHEDULES, make
+from .schedule import make
 from .styles import STYLES, style
 
 
@@ -111,8 +111,6 @@ def batch_divides(plan: Plan, facts: ModelFacts) -> str | None:
 
 
 def schedule_is_known(plan: Plan, facts: ModelFacts) -> str | None:
-    if plan.schedule not in SCHEDULES:
-        return f"There is no schedule '{plan.schedule}'; use {listed(SCHEDULES)}.{nearest(plan.schedule, SCHEDULES)}"
     try:
         make(plan.schedule, plan.pp, plan.microbatches)
     except PlanError as error:

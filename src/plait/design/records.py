@@ -60,6 +60,10 @@ SENT_SHARE = {
 }
 
 
+WORLD = "world"
+"""The axis of what all ranks sum together."""
+
+
 @dataclass(frozen=True)
 class Traffic:
     """What one rank moved for one reason. `payload` is in bytes over all calls: for all_reduce the tensor's size, for

@@ -7,12 +7,11 @@ import math
 from rich import box as boxes
 from rich.table import Table
 
-from plait.design.layout import Box, Layout, box_shape
-from plait.design.mesh import Mesh
-from plait.design.plan import Plan
-from plait.design.records import Holding
-from plait.design.sharding import Sharding, holdings
-
+from ..design.layout import Box, Layout, box_shape
+from ..design.mesh import Mesh
+from ..design.plan import Plan
+from ..design.records import Holding
+from ..design.sharding import Sharding, holdings
 from . import svg as drawing
 from .words import runs, size
 
@@ -96,9 +95,9 @@ def svg(layout: Layout, mesh: Mesh, *, title: str) -> str:
     left, top = 90, 70
     drawn: list[str] = []
     for index, (box, ranks) in enumerate(slices.items()):
-        (y, bottom), (x, right) = (*box, (0, 1))[:2]
-        x, right = (left + width * place / shape[1] for place in (x, right))
-        y, bottom = (top + height * place / shape[0] for place in (y, bottom))
+        rows, columns = (*box, (0, 1))[:2]
+        y, bottom = (top + height * place / shape[0] for place in rows)
+        x, right = (left + width * place / shape[1] for place in columns)
         middle, centre = (x + right) / 2, (y + bottom) / 2
         ink = "on-dark" if index % 4 in (1, 3) else "on-light"
         drawn.append(drawing.rect(x, y, right - x, bottom - y, f"slice{index % 4}"))

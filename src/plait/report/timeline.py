@@ -1,7 +1,7 @@
 """A timeline as a chart in characters or as SVG, and a schedule as a grid of slots.
 
-    rank 0 0─1─··█0██··█1██  33.3%      0─    forward of microbatch 0      · idle or waiting
-    rank 1 ··0─█0██1─█1██··  33.3%      █0██  its backward                 R gradient sum over dp
+    rank 0 0─1─····█0██··█1██  33.3%      0─    forward of microbatch 0      · idle or waiting
+    rank 1 ··0─█0██1─█1██····  33.3%      █0██  its backward                 R gradient sum over dp
 
 One row a pipeline rank, time from left to right, the bubble of the rank on the right. Predicted and measured timelines
 are one type, so one function draws both. Sends, receives and waits are not drawn: a wait is idle time.
@@ -14,10 +14,9 @@ from collections.abc import Mapping
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from plait.design.records import Span, Timeline
-from plait.design.schedule import Action, Kind, Schedule
-from plait.design.schedule.play import play
-
+from ..design.records import Span, Timeline
+from ..design.schedule import Action, Kind, Schedule
+from ..design.schedule.play import play
 from . import svg as drawing
 from .words import duration, in_units, percent, rank_bubble
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 from rich import box as boxes
 from rich.table import Table
 
-from plait.design.records import Traffic
+from ..design.records import Traffic
 
 EQUAL, DIFFERENT = "=", "≠"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from plait.design.records import Timeline
+from ..design.records import Timeline
 
 
 def size(count: float) -> str:

@@ -17,13 +17,12 @@ from collections.abc import Iterator
 from ..facts import ModelFacts
 from ..layout import elements
 from ..plan import Plan
-from ..records import Traffic
+from ..records import WORLD, Traffic
 from ..sharding import Sharding, buckets, shard
 from ..styles import style
 
 ELEMENT = {"fp32": 4, "bf16": 2}
 GRADIENT_ELEMENT = 4
-WORLD = "world"
 
 
 def traffic(plan: Plan, facts: ModelFacts, *, element: int | None = None, wide: bool = False) -> list[Traffic]:

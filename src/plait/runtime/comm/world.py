@@ -78,7 +78,7 @@ class Group:
 class World:
     """The ranks of one run over the mesh of one plan; use as a context manager."""
 
-    def __init__(self, rendezvous: Rendezvous, mesh: Mesh, *, timeout_s: float = 600) -> None:
+    def __init__(self, rendezvous: Rendezvous, mesh: Mesh, *, timeout_s: float = 600, device: str = "auto") -> None:
         if rendezvous.size != mesh.size:
             raise PlanError(f"The mesh {mesh} has {mesh.size} ranks, but {rendezvous.size} were started.")
         self.mesh = mesh
@@ -87,7 +87,7 @@ class World:
         self.ledger = Ledger()
         self.device = torch.device("cpu")
         backend = "gloo"
-        if torch.cuda.is_available() and dist.is_nccl_available():
+        if device == "auto" and torch.cuda.is_available() and dist.is_nccl_available():
             self.device = torch.device("cuda", rendezvous.local_rank)
             torch.cuda.set_device(self.device)
             backend = "nccl"
@@ -165,3 +165,9 @@ def _store(rendezvous: Rendezvous, timeout: timedelta) -> dist.Store:
         raise PlanError(
             f"Rank {rendezvous.rank} cannot reach {rendezvous.host}:{rendezvous.port}: check MASTER_ADDR and MASTER_PORT."
         ) from None
+
+
+def backends() -> list[str]:
+    """The back ends that this torch build has."""
+    known = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+    return [name for name, available in known.items() if available()]

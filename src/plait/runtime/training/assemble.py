@@ -6,7 +6,7 @@ import torch
 
 from ...design.layout import Layout
 from ...design.plan import Plan, validate
-from ...design.schedule import FORWARD_ONLY, check, lower, make
+from ...design.schedule import FORWARD_ONLY, Schedule, check, lower, make
 from ...design.sharding import Part, Sharding, buckets, shard
 from ...design.styles import style
 from ..comm.world import Group, World
@@ -23,8 +23,9 @@ from .step import Run
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = False) -> Run:
-    """The run of `plan` on this rank of `world`. `wide` computes and accumulates in fp64 whatever the plan says."""
+def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = False, steps: int | None = None) -> Run:
+    """The run of `plan` on this rank of `world`. `wide` computes and accumulates in fp64 whatever the plan says; `steps`
+    is the run's length when the data decides it (the plan counts epochs)."""
     # What the model is made of, and whether the plan fits it: refused here, before anything is built.
     model = model or read(plan.model)
     validate(plan, model.facts)
@@ -60,7 +61,7 @@ def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = 
     optimizer = Optimizer(plan, parts, parameters, sink.gradients)
     clock = Clock(world.device)
 
-    def pipeline(table: object = schedule) -> Pipeline:
+    def pipeline(table: Schedule) -> Pipeline:
         return Pipeline(
             table, stage, world.group("pp"), hidden=model.facts.hidden, dtype=dtype, device=world.device,
             clock=clock, sink=sink,
@@ -68,7 +69,7 @@ def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = 
 
     return Run(
         plan=plan, world=world, model=model, sharding=sharding, sink=sink, optimizer=optimizer, clock=clock,
-        pipeline=pipeline(), forward=pipeline(lower(FORWARD_ONLY(plan.pp, 1))), forget=forget,
+        pipeline=pipeline(schedule), forward=pipeline(lower(FORWARD_ONLY(plan.pp, 1))), forget=forget, steps=steps,
     )  # fmt: skip
 
 

@@ -1,0 +1,5 @@
+"""`python -m plait`."""
+
+from .cli.app import main
+
+main()

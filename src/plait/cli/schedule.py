@@ -1,0 +1,39 @@
+"""`plait schedule NAME`: draws a schedule, with its bubble and its peak of live microbatches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from ..design.errors import PlanError
+from ..design.schedule import check, live_microbatches, lower, make
+from ..design.simulate import simulate
+from ..report import timeline
+
+
+def schedule(
+    name: str = typer.Argument(help="naive, gpipe or 1f1b."),
+    pp: int = typer.Option(4, help="Pipeline stages."),
+    microbatches: int = typer.Option(8, help="Microbatches in a step."),
+    svg: Path | None = typer.Option(None, help="Also write the picture to this file."),
+) -> None:
+    """Draw a schedule in the terminal, a backward taken to last twice a forward."""
+    table = lower(make(name, pp, microbatches))
+    check(table)
+    played = simulate(table)
+    title = f"{name}, {pp} stages, {microbatches} microbatches"
+    if svg is not None:
+        try:
+            svg.write_text(timeline.svg(played, title=title), encoding="utf-8")
+        except OSError as error:
+            raise PlanError(f"{svg} cannot be written: {(error.strerror or 'unknown error').lower()}.") from None
+    console = Console()
+    console.print(timeline.draw(played, width=console.width, title=title))
+    live = [live_microbatches(table, rank) for rank in range(table.ranks)]
+    console.print(f"bubble {played.bubble:.1%}, live microbatches by rank {live}, peak {max(live)}")
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command("schedule")(schedule)

@@ -1,0 +1,122 @@
+"""What a run shows on a terminal: the layout, a live bar, and at the end where time and bytes went."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from ..check.compare import QUANTITIES, Row, passed, summary
+from ..design.cost.traffic import traffic
+from ..design.facts import ModelFacts
+from ..design.plan import Plan
+from ..design.records import Timeline, Traffic, sent_per_axis
+from ..design.schedule import Action, Kind, Schedule
+from ..design.sharding import shard
+from ..design.simulate import simulate
+from ..report import sharding as sharding_report
+from ..report import timeline as timeline_report
+from ..report import traffic as traffic_report
+from ..report.words import size
+from ..runtime.data.tokens import Corpus
+from ..runtime.training.step import Report
+
+predicted = traffic
+
+
+class View:
+    """Rank 0's view of a run: rich on a terminal, plain lines elsewhere."""
+
+    def __init__(self, plan: Plan, facts: ModelFacts, corpus: Corpus, steps: int) -> None:
+        self._plan, self._facts, self._corpus, self._steps = plan, facts, corpus, steps
+        self._console = Console()
+        self._last: Report | None = None
+        self._bar: Progress | None = None
+        self._seconds: list[float] = []
+
+    def opening(self) -> None:
+        plan, facts = self._plan, self._facts
+        self._console.print(
+            f"{plan.model} ({facts.family}, {facts.elements / 1e6:.1f} M parameters, {facts.blocks} blocks) over "
+            f"{plan.world} ranks: {plan.mesh}, {plan.schedule}, {plan.microbatches} microbatches of "
+            f"{plan.microbatch_rows} x {plan.seq} tokens",
+            soft_wrap=True,
+        )
+        self._console.print(f"text: {self._corpus.description}", soft_wrap=True)
+        self._console.print(sharding_report.table(shard(facts, plan), plan))
+
+    def proof(self, rows: list[Row]) -> None:
+        self._console.print(proof_line(rows), soft_wrap=True)
+
+    def step(self, report: Report) -> None:
+        self._last = report
+        self._seconds.append(report.seconds)
+        facts = f"loss {report.loss:.3f}  {report.tokens_per_s:,.0f} tokens/s  {report.seconds:.2f} s/step"
+        if not self._console.is_terminal:
+            self._console.print(f"step {report.step}/{self._steps}  {facts}  lr {report.lr:.2e}", soft_wrap=True)
+            return
+        if self._bar is None:
+            # No refresh thread: the bar moves when a step ends.
+            self._bar = Progress(
+                TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[facts]}"),
+                TimeRemainingColumn(), console=self._console, auto_refresh=False,
+            )  # fmt: skip
+            self._bar.start()
+            self._bar.add_task("training", total=self._steps, facts="")
+        self._bar.update(self._bar.task_ids[0], completed=report.step, facts=facts, refresh=True)
+        if report.step == self._steps:
+            self._bar.stop()
+
+    def closing(
+        self, schedule: Schedule, measured: Timeline, expected: list[Traffic], moved: list[Traffic],
+        rows: list[Row] | None, text: str, folder: Path,
+    ) -> None:  # fmt: skip
+        console, last = self._console, self._last
+        assert last is not None
+        below = self._corpus.entropy - last.loss
+        console.print(
+            f"\nloss {last.loss:.3f} after {last.step} steps; guessing tokens by their frequency alone costs "
+            f"{self._corpus.entropy:.3f} (unigram entropy), {abs(below):.3f} nats {'more' if below >= 0 else 'LESS'}",
+            soft_wrap=True,
+        )
+        console.print("\npipeline, last step (simulated from its own forward and backward times)", style="bold")
+        simulated = simulate(schedule, mean_seconds(measured))
+        console.print(timeline_report.draw_pair(simulated, measured, console.width))
+        console.print("\nbytes sent in a step", style="bold")
+        console.print(traffic_report.table(expected, moved))
+        axes = ", ".join(f"{axis} {size(float(sent))}" for axis, sent in sent_per_axis(moved).items())
+        console.print(f"per axis, all ranks: {axes or 'nothing'}", soft_wrap=True)
+        if rows is not None:
+            console.print(proof_line(rows), soft_wrap=True)
+        if text:
+            console.print("\nsample", style="bold")
+            console.print(Text(text), soft_wrap=True)
+        console.print(f"\nwritten: {folder / 'metrics.jsonl'}", soft_wrap=True)
+
+
+def proof_line(rows: list[Row]) -> str:
+    """How far the layout was from one process, in one line."""
+    worst = summary(rows)
+    steps = sum(row.quantity == "loss" for row in rows)
+    word = "equal" if passed(rows) else "NOT equal"
+    found = ", ".join(f"{quantity} {worst[quantity].relative:.1e}" for quantity in QUANTITIES)
+    return f"proof: {word} to one process on the same {steps} batches (fp64, largest relative deviation): {found}"
+
+
+def mean_seconds(measured: Timeline) -> Any:
+    """A clock for the simulator from what was measured: the mean time of a stage's forward and backward; no transfer
+    time, since a measured wait is what the simulation is to show."""
+    times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for span in measured.spans:
+        if span.action.kind.lane == "compute":
+            times[span.action.kind, span.action.stage].append(span.end - span.start)
+
+    def seconds(action: Action) -> float:
+        found = times.get((action.kind, action.stage))
+        return sum(found) / len(found) if found else 0.0
+
+    return seconds

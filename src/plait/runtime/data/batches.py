@@ -1,0 +1,108 @@
+"""Who reads which rows, and when: one global order, dealt to the data parallel ranks.
+
+    epoch 0   7 2 9 0 | 4 1 8 5 | 6 3 - -        batch 4, 10 rows; - = padding, no targets
+    epoch 1   3 9 4 4 ...                        an order of its own
+              dp 0: 7 2, 4 1, 6 3    dp 1: 9 0, 8 5, - -
+
+The order depends on the seed and the epoch alone, so every layout trains on the same batches, and a run that stops
+resumes on any layout with exactly the rows that were left. Ranks that differ only in pp or tp get the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+
+import numpy as np
+
+from plait.design.errors import PlanError
+from plait.design.plan import Plan
+from plait.runtime.batch import Batch
+
+from .packing import row, rows
+from .tokens import Corpus
+
+
+def order(count: int, seed: int, epoch: int) -> np.ndarray:
+    """The sample ids 0 to count - 1 in the order of one epoch, int64.
+
+    Sorted by raw Philox draws (Salmon et al., 2011), keyed by (seed, epoch): numpy promises those bits for every
+    version, which it does not for its own `permutation`, and a resumed run may well meet another numpy.
+    """
+    key = np.array([seed % 2**64, epoch], np.uint64)
+    return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
+
+
+class Batches:
+    """This rank's part of every global batch, in turn: an iterator over batches of [batch / dp, seq].
+
+    It ends after plan.steps batches, or after plan.epochs passes over the data when those are counted. The plan must
+    have passed its rules: dp divides batch.
+    """
+
+    def __init__(self, corpus: Corpus, plan: Plan, rank: int) -> None:
+        self._corpus = corpus
+        self._plan = plan
+        self._share = plan.batch // plan.dp
+        self._first = plan.mesh.coordinate(rank)["dp"] * self._share
+        self._rows = rows(corpus, plan.seq)
+        self._epoch, self._row = 0, 0
+        self._order = order(self._rows, plan.seed, 0)
+
+    @property
+    def steps_total(self) -> int:
+        """Batches in the whole run, those before a resume included."""
+        return self._plan.epochs * self._steps_an_epoch or self._plan.steps
+
+    @property
+    def state(self) -> dict[str, int]:
+        """Where the next batch starts: its epoch, and how many rows of the epoch are behind it, over all ranks."""
+        return {"epoch": self._epoch, "row": self._row}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Goes on from `state`, which any layout may have left; the seed, the data and seq must be the same."""
+        epoch, place = state["epoch"], state["row"]
+        if epoch < 0 or not 0 <= place < self._rows:
+            raise PlanError(
+                f"The data stopped at row {place} of epoch {epoch}, but it has {self._rows} rows of {self._plan.seq} "
+                "tokens now: resume with the data, the tokenizer and the seq that the run began with."
+            )
+        self._go_to(epoch, place)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        plan = self._plan
+        if self._ended:
+            raise StopIteration
+        ids = self._order[self._row : self._row + plan.batch]
+        mine = ids[self._first : self._first + self._share]
+        # The state moves on before the batch is handed out: a checkpoint taken after its step must not repeat it.
+        after = self._row + len(ids)
+        if after < self._rows:
+            self._row = after
+        else:
+            self._go_to(self._epoch + 1, 0)
+        return row(self._corpus, plan.seq, mine).padded(self._share)
+
+    @property
+    def _steps_an_epoch(self) -> int:
+        return -(-self._rows // self._plan.batch)
+
+    @property
+    def _ended(self) -> bool:
+        if self._plan.epochs:
+            return self._epoch >= self._plan.epochs
+        return self._epoch * self._steps_an_epoch + -(-self._row // self._plan.batch) >= self._plan.steps
+
+    def _go_to(self, epoch: int, place: int) -> None:
+        if epoch != self._epoch:
+            self._order = order(self._rows, self._plan.seed, epoch)
+        self._epoch, self._row = epoch, place
+
+
+def global_batches(corpus: Corpus, plan: Plan, count: int) -> list[Batch]:
+    """The first `count` global batches of [batch, seq], fewer if the run is shorter: what a single rank would read."""
+    alone = plan.model_copy(update={"ranks": 0, "dp": 1, "tp": 1, "pp": 1})
+    return list(islice(Batches(corpus, alone, 0), count))

@@ -1,0 +1,220 @@
+"""Text to token ids, done once and kept on disk.
+
+    documents   "def f(): ..."          "import os"             one file is one document
+    stream       17  4 92 ...   E        8 301 55   E           every document ends with the end token E
+    offsets      0                       n                m     where each document starts, and the end of the last
+
+A cache entry is one directory, named by a hash of what it was made from (the files' paths, sizes and times, the
+tokenizer, the vocabulary): `stream.npy`, `corpus.json` and, for BPE, `tokenizer.json`. It appears by one rename, so it
+is there whole or not at all; a file lock lets one process work while the others wait for its result. An entry whose
+checksums do not hold is made again.
+
+No torch here, and no ranks: every rank sees the same corpus, and data/batches.py says who reads which rows.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sysconfig
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from plait.design.errors import PlanError, nearest
+from plait.design.plan import Plan
+
+from .tokenizer import Bpe, Bytes, Tokenizer
+
+FORMAT = 1
+"""Raised by one whenever the same files would give other bytes on disk, so that old entries are not read."""
+
+TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
+NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"})
+SNIFFED = 1 << 16
+"""How many bytes of a file are looked at to tell text from binary."""
+PIECE = 1 << 18
+"""Characters encoded in one go. A longer document is encoded in pieces, so that all cores work on it and memory stays
+small; one word in a quarter million characters may be cut there, and decodes to the same text all the same."""
+ENCODED_TOGETHER = 64
+"""Pieces in one call of the tokenizer, whose results take some 100 bytes a token until they are ids."""
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """All documents as one stream.
+
+    `stream` [tokens] uint16 or uint32, mapped from disk; `offsets` [documents + 1] int64; `entropy` in nats a token of
+    the stream's single-token frequencies: the loss of a model that has learnt those and nothing else.
+    """
+
+    stream: np.ndarray
+    offsets: np.ndarray
+    entropy: float
+    tokenizer: Tokenizer
+    description: str
+
+
+def documents(data: str) -> list[Path]:
+    """The files that `data` names, in order: 'stdlib', a directory of text files, or one file.
+
+    In a directory, binary and blank files are left out. Raises a `PlanError` when nothing is left to read.
+    """
+    if data == "stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        found = [path for path in _walk(root, (".py",), NOT_STDLIB) if _is_text(path)]
+        if not found:
+            raise PlanError(f"This Python keeps no sources of its standard library in {root}: name a text file.")
+        return found
+    path = Path(data).expanduser()
+    if path.is_dir():
+        files = _walk(path, TEXT_SUFFIXES, frozenset({"__pycache__"}))
+        found = [file for file in files if _is_text(file)]
+        if not found:
+            endings = ", ".join(TEXT_SUFFIXES)
+            raise PlanError(
+                f"{data} has no text: of its {len(files)} files ending in {endings} none is text that is not blank. "
+                "Name a directory with such files, a single file of any name, or 'stdlib'."
+            )
+        return found
+    if not path.exists():
+        beside = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
+        hint = nearest(path.name, ["stdlib", *beside])
+        raise PlanError(f"There is no file or directory {data}.{hint} Name a text file, a directory, or 'stdlib'.")
+    head = _head(path)
+    if b"\0" in head:
+        raise PlanError(f"{data} is not text: its first {len(head)} bytes hold NUL bytes. Name a file in UTF-8.")
+    if not head.strip():
+        raise PlanError(f"{data} has no text in it: its first {len(head)} bytes are blank. Name a file with text.")
+    return [path]
+
+
+def _walk(root: Path, suffixes: tuple[str, ...], without: frozenset[str]) -> list[Path]:
+    """The files under `root` with one of the suffixes, sorted, directories named in `without` left out."""
+    found = []
+    for directory, below, names in os.walk(root):
+        below[:] = [name for name in below if name not in without]
+        found += [Path(directory, name) for name in names if name.endswith(suffixes)]
+    return sorted(path for path in found if path.is_file())
+
+
+def _is_text(path: Path) -> bool:
+    head = _head(path)
+    return b"\0" not in head and bool(head.strip())
+
+
+def _head(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(SNIFFED)
+    except OSError as error:
+        raise PlanError(f"{path} cannot be read ({error.strerror}): allow it, or name other data.") from None
+
+
+def prepare(plan: Plan, vocabulary: int, *, cache: Path | None = None) -> Corpus:
+    """The corpus of `plan.data` for a model with `vocabulary` ids, from the cache when it is there.
+
+    `cache` is the directory of all entries (None: ~/.cache/plait). Any number of processes may call this at once.
+    Raises a `PlanError` when there is no text, or when the vocabulary is too small for the tokenizer.
+    """
+    kind = plan.tokenizer
+    if kind == "bytes" and vocabulary < Bytes.least:
+        raise PlanError(
+            f"The bytes tokenizer needs {Bytes.least} ids (256 bytes and the end), but the model has a vocabulary of "
+            f"{vocabulary}: choose a model with {Bytes.least} or more."
+        )
+    if kind == "bpe" and vocabulary < Bpe.least:
+        raise PlanError(
+            f"BPE needs a vocabulary of {Bpe.least} or more to be worth training, but the model has {vocabulary}: use "
+            f"tokenizer bytes (from {Bytes.least} on), or a model with a larger vocabulary."
+        )
+    paths = documents(plan.data)
+    stats = [(str(path.resolve()), path.stat()) for path in paths]
+    source = [FORMAT, kind, vocabulary, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]]
+    key = hashlib.blake2b(json.dumps(source).encode(), digest_size=16).hexdigest()
+    cache = Path.home() / ".cache" / "plait" if cache is None else cache
+    entry, scratch = cache / key, cache / f"{key}.new"
+    with _locked(cache / f"{key}.lock"):
+        corpus = _load(entry)
+        if corpus is None:
+            for stale in (entry, scratch):
+                shutil.rmtree(stale, ignore_errors=True)
+            scratch.mkdir()
+            _build(paths, kind, vocabulary, scratch)
+            scratch.rename(entry)
+            corpus = _load(entry)
+    if corpus is None:
+        raise OSError(f"the cache entry {entry} does not read back as it was written: is the disk full or failing?")
+    return corpus
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds the lock file `path` against every other process and thread; the system frees it if this one dies."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError as error:
+        why = f"The token cache {path.parent} cannot be written ({error.strerror})"
+        raise PlanError(f"{why}: allow it, or name another cache directory.") from None
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(paths: Sequence[Path], kind: str, vocabulary: int, entry: Path) -> None:
+    """Reads, tokenises and counts everything, and writes the files of one cache entry into the directory `entry`."""
+    texts = [path.read_bytes().decode(errors="replace") for path in paths]
+    cut = [[text[at : at + PIECE] for at in range(0, len(text), PIECE)] for text in texts]
+    pieces = [piece for document in cut for piece in document]
+    tokenizer: Tokenizer
+    if kind == "bytes":
+        tokenizer = Bytes()
+    else:
+        tokenizer = Bpe.train(pieces, vocabulary)
+        tokenizer.write(entry / "tokenizer.json")
+
+    dtype = np.uint16 if vocabulary <= 1 << 16 else np.uint32
+    groups = (pieces[at : at + ENCODED_TOGETHER] for at in range(0, len(pieces), ENCODED_TOGETHER))
+    encoded = (np.asarray(ids, dtype) for group in groups for ids in tokenizer.encode_all(group))
+    end = np.asarray([tokenizer.end], dtype)
+    stream = np.concatenate([part for document in cut for part in (*islice(encoded, len(document)), end)])
+    np.save(entry / "stream.npy", stream)
+
+    counts = np.bincount(stream)
+    share = counts[counts > 0] / len(stream)
+    size = sum(path.stat().st_size for path in paths)
+    about = {
+        "tokenizer": kind,
+        "offsets": [0, *(np.flatnonzero(stream == tokenizer.end) + 1).tolist()],
+        "entropy": float(-(share * np.log(share)).sum()),
+        "description": f"{len(texts):,} documents, {size:,} bytes, {len(stream):,} tokens ({kind})",
+        "checksums": {path.name: zlib.crc32(path.read_bytes()) for path in sorted(entry.iterdir())},
+    }
+    (entry / "corpus.json").write_text(json.dumps(about), encoding="utf-8")
+
+
+def _load(entry: Path) -> Corpus | None:
+    """The corpus in a cache entry, or None when it is not there or not what was written."""
+    try:
+        about = json.loads((entry / "corpus.json").read_text(encoding="utf-8"))
+        for name, checksum in about["checksums"].items():
+            if zlib.crc32(np.memmap(entry / name, mode="r")) != checksum:
+                return None
+        return Corpus(
+            stream=np.load(entry / "stream.npy", mmap_mode="r"),
+            offsets=np.asarray(about["offsets"], np.int64),
+            entropy=about["entropy"],
+            tokenizer=Bytes() if about["tokenizer"] == "bytes" else Bpe.read(entry / "tokenizer.json"),
+            description=about["description"],
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,39 @@
+"""The way into a world from Python: under a launcher its ranks, otherwise local ones, forked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...design.errors import PlanError
+from ...design.plan import Plan
+from ..batch import Batch
+from ..comm.nursery import launch as fork
+from ..comm.world import Rendezvous, World
+from ..data.batches import Batches
+from ..data.tokens import prepare
+from ..hf.read import read
+
+
+def launch(main: Callable[[World], Any], plan: Plan) -> list[Any]:
+    """Runs `main(world)` on every rank of `plan` and returns what they returned (JSON values) by rank: of all local
+    ranks, or under torchrun of this one. Call it before any computation in the process that forks."""
+
+    def on_rank(rendezvous: Rendezvous) -> Any:
+        with World(rendezvous, plan.mesh) as world:
+            return main(world)
+
+    rendezvous = Rendezvous.from_environment()
+    if rendezvous is None:
+        return fork(on_rank, plan.world)
+    if rendezvous.size != plan.world:
+        raise PlanError(f"The plan has {plan.world} ranks ({plan.mesh}), but WORLD_SIZE is {rendezvous.size}.")
+    return [on_rank(rendezvous)]
+
+
+def batches(plan: Plan, world: World) -> Batches:
+    """This rank's rows of the plan's data, one batch a step. Tokenises the data once and keeps it in a cache."""
+    return Batches(prepare(plan, read(plan.model).facts.vocabulary), plan, world.rank)
+
+
+__all__ = ["Batch", "batches", "launch"]

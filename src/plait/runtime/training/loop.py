@@ -1,0 +1,45 @@
+"""The training loop: batches in, reports out, one line of metrics a step."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from ..batch import Batch
+from ..comm.nursery import BadNumbersError
+from .step import Report, Run
+
+
+def train(run: Run, batches: Iterable[Batch], seen: Callable[[Report], None]) -> None:
+    """Takes a step on each batch and shows its report to `seen`, on every rank. Numbers that are not finite end the run
+    on all ranks at once, since all see the same."""
+    for batch in batches:
+        run.world.ledger.clear()  # it holds one step at a time
+        report = run.step(batch)
+        seen(report)
+        if not (math.isfinite(report.loss) and math.isfinite(report.grad_norm)):
+            raise BadNumbersError(
+                f"step {report.step} has loss {report.loss} and gradient norm {report.grad_norm}: lower lr "
+                f"({run.plan.lr}), add warmup ({run.plan.warmup}) or clip ({run.plan.clip})."
+            )
+
+
+class Metrics:
+    """Writes RUN/metrics.jsonl: one object a step, flushed line by line."""
+
+    def __init__(self, file: Path) -> None:
+        self._lines = file.open("w", encoding="utf-8")
+
+    def write(self, report: Report) -> None:
+        values = {
+            "step": report.step,
+            "loss": report.loss,
+            "grad_norm": report.grad_norm,
+            "lr": report.lr,
+            "tokens": report.tokens,
+            "tokens_per_s": report.tokens_per_s,
+        }
+        self._lines.write(json.dumps(values) + "\n")
+        self._lines.flush()

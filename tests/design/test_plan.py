@@ -1,0 +1,248 @@
+"""Every rule's sentence has the numbers in it and a way out, and the way out is accepted when followed."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait.design.cost.traffic import traffic
+from plait.design.errors import PlanError
+from plait.design.facts import ModelFacts
+from plait.design.mesh import AXES
+from plait.design.plan import RULES, Plan, legal_tp, validate
+from plait.design.schedule import SCHEDULES
+from plait.design.sharding import shard
+from tests.design.facts import llama
+
+NUMBERS = r"(\d+(?:(?:, | or )\d+)*)"
+
+
+def sentence(plan: Plan, facts: ModelFacts) -> str:
+    with pytest.raises(PlanError) as error:
+        validate(plan, facts)
+    text = str(error.value)
+    assert text.endswith((".", "?"))
+    return text
+
+
+def numbers(words: str) -> list[int]:
+    return [int(word) for word in re.findall(r"\d+", words)]
+
+
+def ways(text: str) -> list[dict[str, Any]]:
+    """The changes that a sentence proposes."""
+    found: list[dict[str, Any]] = []
+    for field in ("batch", "pp", "seq", "dp"):
+        found += [{field: int(n)} for n in re.findall(rf"set {field} (\d+)", text)]
+    found += [{"ranks": int(n)} for n in re.findall(r"start (\d+) ranks", text)]
+    for product, each in re.findall(rf"product is (\d+) \(each one of {NUMBERS}\)", text):
+        found += [
+            dict(zip(("dp", "tp", "pp"), degrees, strict=True))
+            for degrees in itertools.product(numbers(each), repeat=3)
+            if degrees[0] * degrees[1] * degrees[2] == int(product)
+        ]
+    for field, words in (("microbatches", r"or microbatches "), ("microbatches", "Set microbatches "), ("tp", "tp ")):
+        end = r"\." if field == "tp" or words.startswith("or") else ","
+        found += [{field: n} for match in re.findall(rf"{words}{NUMBERS}{end}", text) for n in numbers(match)]
+    for names in re.findall(r"use ([\w, ]+?)[.]", text):
+        found += [{"schedule": name} for name in re.split(", | or ", names)]
+    return found
+
+
+def follow(plan: Plan, change: dict[str, Any]) -> Plan:
+    return Plan.read({**plan.model_dump(), **change})
+
+
+def accepted(plan: Plan, facts: ModelFacts) -> bool:
+    try:
+        validate(plan, facts)
+    except PlanError:
+        return False
+    return True
+
+
+# --- the cases that users reported
+
+
+def test_degrees_must_make_the_ranks() -> None:
+    plan = Plan(ranks=8, dp=8, tp=8, batch=8)
+    facts = llama(heads=16, kv_heads=8)
+    text = sentence(plan, facts)
+    assert text == "dp 8 x tp 8 x pp 1 = 64 ranks are described, but 8 are asked for: set dp 1, or start 64 ranks."
+    assert ways(text) == [{"dp": 1}, {"ranks": 64}]
+    assert all(accepted(follow(plan, way), facts) for way in ways(text))
+
+
+def test_degrees_that_no_dp_can_complete() -> None:
+    plan = Plan(ranks=8, tp=3)
+    text = sentence(plan, llama())
+    assert "= 3 ranks" in text
+    assert "product is 8 (each one of 1, 2, 4 or 8)" in text
+    assert any(accepted(follow(plan, way), llama()) for way in ways(text) if "dp" in way)
+
+
+def test_batch_smaller_than_dp() -> None:
+    plan = Plan(batch=4, dp=8)
+    text = sentence(plan, llama())
+    assert text == "batch 4 < dp 8 x microbatches 1 = 8: set batch 8."
+    assert accepted(follow(plan, {"batch": 8}), llama())
+
+
+def test_batch_that_does_not_divide() -> None:
+    plan = Plan(batch=12, dp=2, microbatches=4)
+    text = sentence(plan, llama())
+    assert "batch 12 does not divide into dp 2 x microbatches 4 = 8 equal parts" in text
+    assert ways(text) == [{"batch": 16}, *({"microbatches": m} for m in (1, 2, 3, 6))]
+    assert all(accepted(follow(plan, way), llama()) for way in ways(text))
+
+
+def test_more_tp_ranks_than_kv_heads() -> None:
+    plan, facts = Plan(tp=4), llama(heads=8, kv_heads=2)
+    text = sentence(plan, facts)
+    assert "tp 4 does not divide the 2 KV heads (8 heads in groups of 4)" in text
+    assert ways(text) == [{"tp": 1}, {"tp": 2}]
+    assert all(accepted(follow(plan, way), facts) for way in ways(text))
+
+
+def test_vocabulary_that_does_not_divide() -> None:
+    plan, facts = Plan(tp=2), llama(vocabulary=97)
+    text = sentence(plan, facts)
+    assert "tp 2 does not divide the 97 vocabulary rows of model.embed_tokens.weight" in text
+    assert ways(text) == [{"tp": 1}]
+    assert accepted(Plan(), facts)
+
+
+def test_columns_that_do_not_divide() -> None:
+    facts = llama(intermediate=22)
+    text = sentence(Plan(tp=4), facts)
+    assert "the 22 columns of model.layers.0.mlp.gate_proj.weight" in text
+    assert ways(text) == [{"tp": 1}, {"tp": 2}]
+
+
+def test_more_stages_than_blocks() -> None:
+    plan, facts = Plan(pp=5), llama(blocks=4)
+    text = sentence(plan, facts)
+    assert text == "pp 5 stages need a block each, but the model has 4 blocks: set pp 4 or less."
+    assert accepted(follow(plan, {"pp": 4}), facts)
+    assert accepted(follow(plan, {"pp": 3}), facts)
+
+
+def test_rows_longer_than_the_model() -> None:
+    plan, facts = Plan(seq=129), llama(positions=128)
+    assert sentence(plan, facts) == "seq 129 is longer than the 128 positions of this model: set seq 128 or less."
+    assert accepted(follow(plan, {"seq": 128}), facts)
+
+
+def test_schedules_that_cannot_be() -> None:
+    plan = Plan(schedule="naive", microbatches=2)
+    text = sentence(plan, llama())
+    assert "microbatches is 2" in text
+    assert ways(text) == [{"microbatches": 1}, {"schedule": "gpipe"}, {"schedule": "1f1b"}]
+    assert all(accepted(follow(plan, way), llama()) for way in ways(text))
+    text = sentence(Plan(schedule="1f1v"), llama())
+    assert text == "There is no schedule '1f1v'; use naive, gpipe or 1f1b. Did you mean '1f1b'?"
+
+
+# --- all rules at once
+
+plans = st.builds(
+    Plan,
+    ranks=st.sampled_from([0, 0, 1, 2, 6, 8, 12]),
+    dp=st.integers(1, 4),
+    tp=st.integers(1, 5),
+    pp=st.integers(1, 6),
+    schedule=st.sampled_from([*SCHEDULES, "zigzag"]),
+    microbatches=st.integers(1, 5),
+    batch=st.integers(1, 30),
+    seq=st.sampled_from([8, 128, 200]),
+)
+models = st.builds(
+    llama,
+    blocks=st.integers(1, 5),
+    heads=st.just(12),
+    kv_heads=st.sampled_from([1, 2, 4, 6, 12]),
+    intermediate=st.sampled_from([24, 30, 36]),
+    vocabulary=st.sampled_from([60, 64, 97]),
+)
+
+
+@settings(max_examples=300)
+@given(plans, models)
+def test_advice_is_accepted_when_followed(plan: Plan, facts: ModelFacts) -> None:
+    """Every way out of a sentence silences its rule, and following the first way again and again ends in a plan that
+    is accepted, for there is no advice that goes in a circle."""
+    for _ in range(2 * len(RULES)):
+        failing = [(rule, text) for rule in RULES if (text := rule(plan, facts))]
+        if not failing:
+            break
+        rule, text = failing[0]
+        assert sentence(plan, facts) == text
+        options = ways(text)
+        assert options, text
+        for way in options:
+            if way == {"schedule": "naive"} and plan.microbatches > 1:
+                continue  # a list of all schedules names naive too, which then asks for one microbatch
+            assert rule(follow(plan, way), facts) is None, (text, way)
+        plan = follow(plan, options[0])
+    validate(plan, facts)
+    assert plan.microbatch_rows * plan.dp * plan.microbatches == plan.batch
+    assert len(shard(facts, plan).parts) == len(facts.parameters)
+
+
+@given(models, st.integers(1, 13))
+def test_the_legal_degrees_are_the_accepted_ones(facts: ModelFacts, tp: int) -> None:
+    assert (tp in legal_tp(facts)) == accepted(Plan(tp=tp), facts)
+
+
+def test_any_degree_may_be_one() -> None:
+    """All eight choices of 1 or 2: the axes are all there, whatever their size; one rank moves nothing."""
+    facts = llama()
+    for dp, tp, pp in itertools.product((1, 2), repeat=3):
+        plan = Plan(dp=dp, tp=tp, pp=pp, batch=4)
+        validate(plan, facts)
+        assert plan.mesh.names == AXES
+        assert plan.mesh.size == plan.world == dp * tp * pp
+        sharding = shard(facts, plan)
+        assert all(part.summed_over == ("dp",) for part in sharding.parts)
+        assert {row.axis for row in traffic(plan, facts)} == {
+            axis for axis, on in (("dp", dp > 1), ("tp", tp > 1), ("pp", pp > 1), ("world", plan.world > 1)) if on
+        }
+
+
+# --- reading
+
+
+def test_an_unknown_key_is_refused_with_the_nearest() -> None:
+    with pytest.raises(PlanError, match=r"^run\.toml has an unknown key 'microbatch'\. Did you mean 'microbatches'\?$"):
+        Plan.read({"microbatch": 2}, source="run.toml")
+    with pytest.raises(PlanError, match=r"^the plan has an unknown key 'qqqqq'\.$"):
+        Plan.read({"qqqqq": 2})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("dp", "two"), ("dp", 0), ("tp", -1), ("pp", 1.5), ("batch", None), ("batch", [8]), ("seq", 0), ("lr", 0),
+        ("lr", "fast"), ("lr", float("nan")), ("clip", -1.0), ("lr_floor", 2), ("beta1", 1), ("schedule", 3),
+        ("compute", "fp8"), ("tokenizer", "words"), ("lr_schedule", "step"), ("bucket_mb", 0), ("seed", -1),
+    ],
+)  # fmt: skip
+def test_an_impossible_value_is_one_sentence(key: str, value: object) -> None:
+    with pytest.raises(PlanError) as error:
+        Plan.read({key: value})
+    text = str(error.value)
+    assert text.startswith(f"the plan: {key} cannot be {value!r}: ")
+    assert "\n" not in text
+    assert text.endswith(".")
+
+
+def test_a_plan_is_frozen_and_reads_what_it_writes() -> None:
+    plan = Plan(dp=2, pp=3, schedule="gpipe", microbatches=2)
+    assert Plan.read(plan.model_dump()) == plan
+    with pytest.raises(ValueError, match="frozen"):
+        plan.dp = 3  # type: ignore[misc]
