@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tests.design.facts import llama, parameter
 
 from plait.design.errors import PlanError
 from plait.design.facts import ModelFacts
 from plait.design.layout import Box, Cut, elements
 from plait.design.plan import Plan, stage_of_block
 from plait.design.sharding import Sharding, buckets, holdings, shard
-
-from tests.design.facts import llama, parameter
 
 Array = NDArray[np.int64]
 VOCABULARY, HIDDEN, INNER, ROWS = 12, 4, 12, 24
@@ -50,7 +49,8 @@ def gradients(
     or a colwise input's gradient (backward) takes over tp; nothing else is summed."""
 
     def total(partial: Iterator[Array]) -> Array:
-        return np.sum(list(partial), axis=0)
+        summed: Array = np.stack(list(partial)).sum(axis=0)
+        return summed
 
     def lookup(w: dict[str, Array], first: int) -> Array:
         local = tokens - first
@@ -178,9 +178,7 @@ def test_there_is_no_eleventh_block() -> None:
         stage_of_block(Plan(pp=3), llama(blocks=10), 10)
 
 
-@given(
-    st.integers(1, 3), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3, 4]), st.booleans()
-)  # fmt: skip
+@given(st.integers(1, 3), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3, 4]), st.booleans())
 def test_each_element_is_counted_once_over_first_copies(dp: int, tp: int, pp: int, bias: bool) -> None:
     facts = llama(bias=bias)
     sharding = shard(facts, Plan(dp=dp, tp=tp, pp=pp))

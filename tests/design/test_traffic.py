@@ -9,13 +9,13 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.design.facts import llama
 
 from plait.design.cost.traffic import traffic
 from plait.design.facts import ModelFacts
 from plait.design.plan import Plan, validate
 from plait.design.records import Traffic, sent_per_axis
 from plait.design.sharding import shard
-from tests.design.facts import llama
 
 FACTS = llama(blocks=4, bias=True)
 
@@ -99,7 +99,7 @@ def test_pipeline_bytes(pp: int, dp: int, tp: int, m: int) -> None:
         assert stage != ends.get((row.why, row.operation), 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     dp=st.sampled_from([1, 2, 3]),
     tp=st.sampled_from([1, 2, 4]),

@@ -22,7 +22,9 @@ def _widen(value: Any) -> Any:
     return _NAMES.get(value, value) if isinstance(value, str) else value
 
 
-class wide(TorchFunctionMode):  # noqa: N801 (used like a function: `with wide():`)
+class wide(TorchFunctionMode):
+    """Used like a function: `with wide(): ...`."""
+
     def __torch_function__(
         self,
         func: Callable[..., Any],

@@ -59,7 +59,7 @@ def resolve(given: Values, defaults: Values | None = None) -> tuple[Plan, dict[s
         Plan.read(written, source=str(file))
     plan = Plan.read({**(defaults or {}), **written, **flags}, source="the command line")
     origin = dict.fromkeys(Plan.model_fields, "default")
-    origin |= {key: "command" for key in defaults or {}}
+    origin |= dict.fromkeys(defaults or {}, "command")
     origin |= dict.fromkeys(written, str(file)) | dict.fromkeys(flags, "flag")
     return plan, origin
 

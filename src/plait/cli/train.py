@@ -119,9 +119,9 @@ def _rank(
                 view.step(report)
 
         loop.train(run, batches, seen)
-        timeline = measure.timeline(run)
         expected = predicted(plan, model.facts)
-        traffic = measure.traffic(world, expected)
+        traffic = measure.traffic(world, expected)  # first: what follows moves bytes of its own
+        timeline = measure.timeline(run)
         start = corpus.tokenizer.encode(prompt) or [corpus.tokenizer.end]
         text = corpus.tokenizer.decode(start + draw(run, start, sample)) if sample else ""
         if view:

@@ -34,9 +34,8 @@ class View:
     def __init__(self, plan: Plan, facts: ModelFacts, corpus: Corpus, steps: int) -> None:
         self._plan, self._facts, self._corpus, self._steps = plan, facts, corpus, steps
         self._console = Console()
-        self._last: Report | None = None
+        self._seen: list[Report] = []
         self._bar: Progress | None = None
-        self._seconds: list[float] = []
 
     def opening(self) -> None:
         plan, facts = self._plan, self._facts
@@ -53,8 +52,7 @@ class View:
         self._console.print(proof_line(rows), soft_wrap=True)
 
     def step(self, report: Report) -> None:
-        self._last = report
-        self._seconds.append(report.seconds)
+        self._seen.append(report)
         facts = f"loss {report.loss:.3f}  {report.tokens_per_s:,.0f} tokens/s  {report.seconds:.2f} s/step"
         if not self._console.is_terminal:
             self._console.print(f"step {report.step}/{self._steps}  {facts}  lr {report.lr:.2e}", soft_wrap=True)
@@ -75,18 +73,20 @@ class View:
         self, schedule: Schedule, measured: Timeline, expected: list[Traffic], moved: list[Traffic],
         rows: list[Row] | None, text: str, folder: Path,
     ) -> None:  # fmt: skip
-        console, last = self._console, self._last
-        assert last is not None
-        below = self._corpus.entropy - last.loss
+        console, last = self._console, self._seen[-10:]
+        # The mean over the last tokens, not over the last steps: a short last batch counts for what it is.
+        loss = sum(report.loss * report.tokens for report in last) / max(1, sum(report.tokens for report in last))
+        below = self._corpus.entropy - loss
         console.print(
-            f"\nloss {last.loss:.3f} after {last.step} steps; guessing tokens by their frequency alone costs "
-            f"{self._corpus.entropy:.3f} (unigram entropy), {abs(below):.3f} nats {'more' if below >= 0 else 'LESS'}",
+            f"\nloss {loss:.3f} (mean of the last {len(last)} of {last[-1].step} steps); guessing tokens by their "
+            f"frequency alone costs {self._corpus.entropy:.3f} (unigram entropy), {abs(below):.3f} nats "
+            f"{'more' if below >= 0 else 'LESS'}",
             soft_wrap=True,
         )
         console.print("\npipeline, last step (simulated from its own forward and backward times)", style="bold")
         simulated = simulate(schedule, mean_seconds(measured))
         console.print(timeline_report.draw_pair(simulated, measured, console.width))
-        console.print("\nbytes sent in a step", style="bold")
+        console.print()
         console.print(traffic_report.table(expected, moved))
         axes = ", ".join(f"{axis} {size(float(sent))}" for axis, sent in sent_per_axis(moved).items())
         console.print(f"per axis, all ranks: {axes or 'nothing'}", soft_wrap=True)

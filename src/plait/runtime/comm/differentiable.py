@@ -58,15 +58,15 @@ class _Gather(Function):
 
 def copy(x: Tensor, group: Group, *, why: str) -> Tensor:
     """Whole on every rank, used by each for its slice: the gradients of the slices are summed."""
-    return x if group.handle is None else _Copy.apply(x, group, why)  # type: ignore[no-any-return]
+    return x if group.handle is None else _Copy.apply(x, group, why)
 
 
 def sum(x: Tensor, group: Group, *, why: str) -> Tensor:
     """A partial sum on every rank becomes the whole sum on all; the result may share nothing with x."""
-    return x if group.handle is None else _Sum.apply(x, group, why)  # type: ignore[no-any-return]
+    return x if group.handle is None else _Sum.apply(x, group, why)
 
 
 def gather(x: Tensor, group: Group, *, why: str) -> Tensor:
     """Equal slices of the last dim become the whole on every rank. What follows must be the same on all ranks: each
     keeps its own slice of the gradient."""
-    return x if group.handle is None else _Gather.apply(x, group, why)  # type: ignore[no-any-return]
+    return x if group.handle is None else _Gather.apply(x, group, why)

@@ -115,7 +115,7 @@ def _child(main: Callable[[], Any], pipe: int) -> NoReturn:
         report: dict[str, Any] = {"result": main()}
         code = 0
     except BaseException as error:  # also SystemExit: a rank has nowhere else to report
-        code = {PlanError: 2, BadNumbersError: 7}.get(type(error), 3)
+        code = 2 if isinstance(error, PlanError) else 7 if isinstance(error, BadNumbersError) else 3
         message = (
             str(error) if code != 3 else f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         )

@@ -13,13 +13,14 @@ import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ...design.cost.traffic import WORLD
 from ...design.errors import PlanError
 from ...design.mesh import Mesh
+from ...design.records import WORLD
 from .ledger import Ledger
 
 LOOPBACK = "127.0.0.1"
@@ -142,12 +143,12 @@ class World:
             self.close()
 
 
-def _store(rendezvous: Rendezvous, timeout: timedelta) -> dist.Store:
+def _store(rendezvous: Rendezvous, timeout: timedelta) -> Any:
     hosts_store = rendezvous.rank == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
     if rendezvous.local:
         hosts_store = rendezvous.rank == 0
     try:
-        return dist.TCPStore(
+        return dist.TCPStore(  # type: ignore[attr-defined]
             rendezvous.host,
             rendezvous.port,
             world_size=rendezvous.size,

@@ -60,7 +60,10 @@ class Batches:
         return {"epoch": self._epoch, "row": self._row}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Goes on from `state`, which any layout may have left; the seed, the data and seq must be the same."""
+        """Goes on from `state`, which any layout may have left; the seed, the data and seq must be the same.
+
+        The batch may differ: each row is still read once an epoch, and steps count as if all had been this size.
+        """
         epoch, place = state["epoch"], state["row"]
         if epoch < 0 or not 0 <= place < self._rows:
             raise PlanError(

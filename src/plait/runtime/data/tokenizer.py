@@ -51,8 +51,11 @@ class Bpe:
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         # A document that contains the words "<|end|>" contains that text, not the end of a document.
         inner.encode_special_tokens = True
+        end = inner.token_to_id(self.END)
+        if end is None:
+            raise ValueError(f"this tokenizer has no {self.END}")
         self._inner = inner
-        self.end: int = inner.token_to_id(self.END)
+        self.end = end
 
     @classmethod
     def train(cls, texts: Sequence[str], vocabulary: int) -> Bpe:

@@ -207,7 +207,7 @@ def _load(entry: Path) -> Corpus | None:
     try:
         about = json.loads((entry / "corpus.json").read_text(encoding="utf-8"))
         for name, checksum in about["checksums"].items():
-            if zlib.crc32(np.memmap(entry / name, mode="r")) != checksum:
+            if zlib.crc32(np.memmap(entry / name, mode="r").data) != checksum:
                 return None
         return Corpus(
             stream=np.load(entry / "stream.npy", mmap_mode="r"),

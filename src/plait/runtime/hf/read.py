@@ -135,14 +135,14 @@ def _refuse_what_is_not_proven(model: str, config: Any) -> None:
         )
 
 
-def build_on_meta(config: Any) -> nn.Module:
-    """The whole model as transformers writes it, without memory."""
+def build_on_meta(config: Any) -> Any:
+    """The whole model (a PreTrainedModel) as transformers writes it, without memory."""
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     return model.train()
 
 
-def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
+def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
     """The list of decoder blocks: the shallowest list with a usual name, the one with most parameters among equals."""
     found = [
         (name.count("."), -sum(p.numel() for p in module.parameters()), name, module)
@@ -155,11 +155,11 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     return name, module
 
 
-def tensor_plan(model: nn.Module, config: Any) -> dict[str, str]:
+def tensor_plan(model: Any, config: Any) -> dict[str, str]:
     """Style by module name pattern ('*' stands for a block's number), as the family's config and class state it."""
     prefix = model.base_model_prefix
     plan = {f"{prefix}.{name}": value for name, value in (config.base_model_tp_plan or {}).items()}
-    plan |= type(model)._tp_plan or {}
+    plan |= getattr(type(model), "_tp_plan", None) or {}
     embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
     # transformers adds this to every plan since 5.20; before that the plan leaves the embedding whole.
     return {embedding: "embedding_rowwise", **plan} if plan else {}

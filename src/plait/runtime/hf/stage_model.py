@@ -137,7 +137,7 @@ class StageModel:
         return logits
 
 
-def build_whole(model: Model, seed: int, dtype: torch.dtype) -> nn.Module:
+def build_whole(model: Model, seed: int, dtype: torch.dtype) -> Any:
     """The whole unmodified model on the CPU, from the same initial weights as every layout's."""
     whole = build_on_meta(model.config)
     for name, module in whole.named_modules():
@@ -147,7 +147,7 @@ def build_whole(model: Model, seed: int, dtype: torch.dtype) -> nn.Module:
     return whole
 
 
-def draw(model: nn.Module, name: str, module: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
+def draw(model: Any, name: str, module: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
     """The whole initial tensors of one module by itself (parameters fp32, then buffers), drawn on the CPU by the model's
     own rule from blake2b(seed, name)."""
     parameters = dict(module.named_parameters(recurse=False))
@@ -163,7 +163,7 @@ def draw(model: nn.Module, name: str, module: nn.Module, seed: int) -> Iterator[
     torch.default_generator.manual_seed(number)
     try:
         with torch.no_grad():
-            model._init_weights(module)  # type: ignore[operator]
+            model._init_weights(module)
     finally:
         torch.default_generator.set_state(state)
     for key in [*parameters, *buffers]:

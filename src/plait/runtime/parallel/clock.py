@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._origin: float | torch.cuda.Event = 0.0
-        self._marks: list[tuple[Action, float | torch.cuda.Event, float | torch.cuda.Event]] = []
+        self._marks: list[tuple[Action, Any, Any]] = []
 
     def now(self) -> float | torch.cuda.Event:
         if not self._cuda:
@@ -27,7 +28,8 @@ class Clock:
         self._marks.clear()
         self._origin = self.now()
 
-    def mark(self, action: Action, since: float | torch.cuda.Event) -> None:
+    def mark(self, action: Action, since: Any) -> None:
+        """`action` ran from `since` (what now() gave) until now."""
         self._marks.append((action, since, self.now()))
 
     def spans(self) -> list[tuple[Action, float, float]]:
@@ -41,4 +43,4 @@ class Clock:
             assert isinstance(self._origin, float)
             return mark - self._origin
         assert isinstance(self._origin, torch.cuda.Event)
-        return self._origin.elapsed_time(mark) / 1000
+        return float(self._origin.elapsed_time(mark)) / 1000

@@ -17,7 +17,6 @@ from ..batch import Batch
 from ..comm import collectives
 from ..comm.collectives import Handle
 from ..comm.world import Group
-from .stage import Stage
 
 
 class Clock(Protocol):
@@ -26,6 +25,17 @@ class Clock(Protocol):
     def now(self) -> object: ...
 
     def mark(self, action: Action, since: object) -> None: ...
+
+
+class Stage(Protocol):
+    """What the pipeline needs of a stage (parallel/stage.py)."""
+
+    @property
+    def is_last(self) -> bool: ...
+
+    def forward(self, batch: Batch, received: Tensor | None) -> Tensor: ...
+
+    def loss(self, logits: Tensor, batch: Batch, inverse_weight: Tensor) -> Tensor: ...
 
 
 class GradSink(Protocol):

@@ -51,7 +51,7 @@ def split(module: nn.Module, row: Style, group: Group, shared: SharedInput, *, s
         forward = _embedding(module, group, start)
     else:
         forward = _linear(module, row, group, shared, gather)
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
 
 def _linear(module: nn.Module, row: Style, group: Group, shared: SharedInput, gather: bool) -> Forward:
