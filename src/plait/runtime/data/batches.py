@@ -15,9 +15,9 @@ from itertools import islice
 
 import numpy as np
 
-from plait.design.errors import PlanError
-from plait.design.plan import Plan
-from plait.runtime.batch import Batch
+from ...design.errors import PlanError
+from ...design.plan import Plan
+from ..batch import Batch
 
 from .packing import row, rows
 from .tokens import Corpus

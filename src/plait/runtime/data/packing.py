@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from plait.runtime.batch import IGNORE, Batch
+from ..batch import IGNORE, Batch
 
 from .tokens import Corpus
 

@@ -29,8 +29,8 @@ from pathlib import Path
 
 import numpy as np
 
-from plait.design.errors import PlanError, nearest
-from plait.design.plan import Plan
+from ...design.errors import PlanError, nearest
+from ...design.plan import Plan
 
 from .tokenizer import Bpe, Bytes, Tokenizer
 

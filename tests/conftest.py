@@ -1,0 +1,54 @@
+"""One thread a process, as in a run; and one nursery for the session, forked before any test has computed anything."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+
+from tests.nursery import Nursery
+
+TINY = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    place = Nursery()
+    yield place
+    place.close()
+
+
+class Models:
+    """Directories with a config.json each: TINY with some changes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self, **changes: Any) -> str:
+        name = "-".join(["tiny", *(f"{key}={value}" for key, value in changes.items())])
+        path = self._folder / name
+        path.mkdir(exist_ok=True)
+        (path / "config.json").write_text(json.dumps(TINY | changes))
+        return str(path)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
+    """The nursery is forked first, while this process still has one thread."""
+    items.sort(key=lambda item: "nursery" not in getattr(item, "fixturenames", ()))
