@@ -47,7 +47,8 @@ def example_model(blocks: int = 4) -> ModelFacts:
         module: str, shape: tuple[int, ...], style: str | None, quantum: int, block: int | None
     ) -> ParameterFact:
         after = module in ("model.norm", "lm_head")
-        return ParameterFact(module, "weight", shape, block, after, style, quantum, len(shape) > 1)
+        reads = module.rpartition(".")[0] or module
+        return ParameterFact(module, "weight", shape, block, after, style, quantum, reads, len(shape) > 1)
 
     parameters = [weight("model.embed_tokens", (VOCABULARY, HIDDEN), "embedding_rowwise", 1, None)]
     for block in range(blocks):

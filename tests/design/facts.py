@@ -15,7 +15,17 @@ def parameter(
     quantum: int = 1,
 ) -> ParameterFact:
     module, _, tensor = name.rpartition(".")
-    return ParameterFact(module, tensor, shape, block, after_blocks, style, quantum, decays=len(shape) > 1)
+    return ParameterFact(
+        module,
+        tensor,
+        shape,
+        block,
+        after_blocks,
+        style,
+        quantum,
+        reads=module.rpartition(".")[0] or module,
+        decays=len(shape) > 1,
+    )
 
 
 def llama(

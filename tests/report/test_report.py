@@ -24,11 +24,11 @@ SVG = "{http://www.w3.org/2000/svg}"
 FACTS = ModelFacts(
     "llama", 2, 64, 4, 4, 128, 64,
     (
-        ParameterFact("model.embed_tokens", "weight", (128, 64), None, False, "embedding_rowwise", 1, True),
-        ParameterFact("model.layers.0.mlp.up_proj", "weight", (256, 64), 0, False, "colwise", 1, True),
-        ParameterFact("model.layers.1.mlp.up_proj", "weight", (256, 64), 1, False, "colwise", 1, True),
-        ParameterFact("model.norm", "weight", (64,), None, True, None, 1, False),
-        ParameterFact("lm_head", "weight", (128, 64), None, True, "colwise_gather_output", 1, True),
+        ParameterFact("model.embed_tokens", "weight", (128, 64), None, False, "embedding_rowwise", 1, "", True),
+        ParameterFact("model.layers.0.mlp.up_proj", "weight", (256, 64), 0, False, "colwise", 1, "", True),
+        ParameterFact("model.layers.1.mlp.up_proj", "weight", (256, 64), 1, False, "colwise", 1, "", True),
+        ParameterFact("model.norm", "weight", (64,), None, True, None, 1, "", False),
+        ParameterFact("lm_head", "weight", (128, 64), None, True, "colwise_gather_output", 1, "", True),
     ),
 )  # fmt: skip
 

@@ -6,7 +6,9 @@ Facts say nothing about ranks: what each rank holds is design/sharding.py's.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,8 @@ class ParameterFact:
     `module` is the module that owns it, `tensor` its name there ("weight"), `block` the index of the decoder block it
     belongs to, or None with `after_blocks` saying on which end it is used. `style` names the module's row in
     design/styles.py (None: every rank holds it whole), `quantum` the number of elements of the cut dim that must stay
-    together (one attention group), `decays` whether weight decay applies (matrices: yes; norms and biases: no).
+    together (one attention group), `reads` its module's input (modules that read one and the same tensor, as q, k and v
+    do, share the name), `decays` whether weight decay applies (matrices: yes; norms and biases: no).
     """
 
     module: str
@@ -26,6 +29,7 @@ class ParameterFact:
     after_blocks: bool
     style: str | None
     quantum: int
+    reads: str
     decays: bool
 
     @property
@@ -39,8 +43,7 @@ class ParameterFact:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """One model. `entries` lists the groups of modules that read one and the same input, block by block: the input's
-    gradient is summed once a group."""
+    """One model: its sizes and its parameters, in the order in which a forward uses them."""
 
     family: str
     blocks: int
@@ -54,3 +57,7 @@ class ModelFacts:
     @property
     def elements(self) -> int:
         return sum(p.elements for p in self.parameters)
+
+    @cached_property
+    def by_name(self) -> Mapping[str, ParameterFact]:
+        return {parameter.name: parameter for parameter in self.parameters}

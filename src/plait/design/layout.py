@@ -69,6 +69,10 @@ class Layout:
             if seen & set(cut.axes):
                 raise ValueError(f"axis {sorted(seen & set(cut.axes))} cuts the same tensor twice")
             seen |= set(cut.axes)
+        if self.stages is not None and "pp" in seen:
+            raise ValueError(
+                "a layout on some stages cannot also be cut over pp: the slices of the others would be lost"
+            )
 
     def then(self, cut: Cut) -> Layout:
         """This layout, every slice of it cut once more."""

@@ -23,7 +23,7 @@ from .styles import STYLES, style
 class Plan(BaseModel):
     """A run. Rows are sequences of `seq` tokens; `batch` counts the rows of one step over all ranks."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, strict=True, allow_inf_nan=False)
 
     model: str = Field("llama-tiny", description="A preset, a directory with a config.json, or a hub id.")
     data: str = Field(

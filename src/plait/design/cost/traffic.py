@@ -32,7 +32,7 @@ def traffic(plan: Plan, facts: ModelFacts, *, element: int | None = None, wide: 
     sharding = shard(facts, plan)
     rows: list[Traffic] = []
     for rank in range(plan.world):
-        rows += _tensor(plan, facts, rank, compute, accumulate)
+        rows += _tensor(plan, facts, sharding, rank, compute, accumulate)
         rows += _pipeline(plan, facts, rank, compute)
         rows += _data(plan, sharding, rank, accumulate)
         if plan.world > 1:
@@ -41,7 +41,7 @@ def traffic(plan: Plan, facts: ModelFacts, *, element: int | None = None, wide: 
     return rows
 
 
-def _tensor(plan: Plan, facts: ModelFacts, rank: int, compute: int, loss: int) -> Iterator[Traffic]:
+def _tensor(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, compute: int, loss: int) -> Iterator[Traffic]:
     if plan.tp == 1:
         return
     stage = plan.mesh.coordinate(rank)["pp"]
@@ -49,14 +49,13 @@ def _tensor(plan: Plan, facts: ModelFacts, rank: int, compute: int, loss: int) -
     whole = tokens * facts.hidden * compute
     inputs: set[str] = set()
     outputs = 0
-    for part in shard(facts, plan).on_stage(stage):
-        fact = next(p for p in facts.parameters if p.name == part.name)
+    for part in sharding.on_stage(stage):
+        fact = facts.by_name[part.name]
         if fact.style is None or fact.tensor != "weight":
             continue
         row = style(fact.style, fact.module)
         if row.enter == "copy":
-            # Modules side by side under one parent (q, k, v; gate, up) read one input: its gradient is summed once.
-            inputs.add(fact.module.rpartition(".")[0] or fact.module)
+            inputs.add(fact.reads)  # q, k and v read one input: its gradient is summed once
         outputs += row.leave == "sum"
     m = plan.microbatches
 

@@ -18,7 +18,6 @@ import numpy as np
 from ...design.errors import PlanError
 from ...design.plan import Plan
 from ..batch import Batch
-
 from .packing import row, rows
 from .tokens import Corpus
 

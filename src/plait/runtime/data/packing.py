@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from ..batch import IGNORE, Batch
-
 from .tokens import Corpus
 
 

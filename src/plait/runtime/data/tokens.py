@@ -31,7 +31,6 @@ import numpy as np
 
 from ...design.errors import PlanError, nearest
 from ...design.plan import Plan
-
 from .tokenizer import Bpe, Bytes, Tokenizer
 
 FORMAT = 1

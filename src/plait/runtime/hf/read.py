@@ -189,6 +189,8 @@ def _facts(config: Any) -> ModelFacts:
                     after_blocks=after_blocks,
                     style=found,
                     quantum=_quantum(found, module_name, tensor_name, tensor.shape, parent, config),
+                    # In the proven families modules side by side under one parent read one input.
+                    reads=f"{module_name.rpartition('.')[0] or module_name} input",
                     decays=tensor.dim() > 1,
                 )
             )

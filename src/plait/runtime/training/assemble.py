@@ -79,9 +79,8 @@ def _split_over_tp(
     shared = tensor.SharedInput(group)
     if group.size == 1:
         return shared
-    facts = {parameter.name: parameter for parameter in model.facts.parameters}
     for part in parts:
-        fact = facts[part.name]
+        fact = model.facts.by_name[part.name]
         if fact.style is not None and fact.tensor == "weight":
             module = body.module.get_submodule(fact.module)
             row = style(fact.style, fact.module)
