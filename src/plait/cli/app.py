@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
-import click
 import typer
 
 from .. import __version__
@@ -46,12 +47,42 @@ doctor.add_to(app)
 
 def main() -> None:
     """Runs a command and turns however it ended into one sentence and an exit code."""
-    # One thread a rank: local ranks are forked, and share the cores among themselves.
+    # One thread a rank: local ranks are forked, and share the cores among themselves. numpy's OpenBLAS would start its
+    # threads when imported, whatever a rank may use later.
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("MKL_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    sys.exit(_run())
+    _have_standard_files()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # Under nohup a hang-up is ignored, and stays so.
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end_by)
+    code = _close_output(_run())
+    if code and "torch.distributed" in sys.modules:
+        # A launcher's rank that failed still has threads that talk to the others; the interpreter would wait for them.
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _end_by(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _have_standard_files() -> None:
+    """Opens what was started closed, or the next pipe or socket would be taken for it; lets no character be unprintable."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+            setattr(sys, name, open(fd, "w" if fd else "r", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _run() -> int:
@@ -61,13 +92,15 @@ def _run() -> int:
         return result if isinstance(result, int) else 0
     except PlanError as error:
         return _end(str(error), 2)
-    except (click.exceptions.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         return _end("interrupted; all ranks are ended.", 130)
     except SystemExit as error:
-        return error.code if isinstance(error.code, int) else 1
+        code = error.code if isinstance(error.code, int) else 70
+        if code > 128:
+            return _end(f"ended by {signal.Signals(code - 128).name}; all ranks are ended.", code)
+        return code
     except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (whoever read the output is gone; end quietly)
-        return 141
+        return 128 + signal.SIGPIPE
     except Exception as error:
         return _unexpected(error)
 
@@ -75,13 +108,17 @@ def _run() -> int:
 def _unexpected(error: Exception) -> int:
     if hasattr(error, "exit_code") and hasattr(error, "format_message"):
         context = getattr(error, "ctx", None)
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message(), file=sys.stderr)
+            return int(error.exit_code)
         usage = f" See: {context.command_path} --help" if context is not None else ""
         return _end(f"{error.format_message()}{usage}", error.exit_code)
     if type(error).__name__ == "RankError":
         _trace(getattr(error, "trace", ""))
         return _end(str(error), getattr(error, "code", 3))
     _trace(traceback.format_exc())
-    return _end(f"internal error: {type(error).__name__}: {error} (PLAIT_DEBUG=1 shows where)", 70)
+    first = next(iter(str(error).splitlines()), "")
+    return _end(f"internal error: {type(error).__name__}: {first} (PLAIT_DEBUG=1 shows where)", 70)
 
 
 def _trace(text: str) -> None:
@@ -90,11 +127,27 @@ def _trace(text: str) -> None:
 
 
 def _end(sentence: str, code: int) -> int:
-    sys.stdout.flush()
-    if sys.stderr.isatty():
-        sys.stderr.write("\x1b[?25h")  # a rank that died may have left the cursor hidden
-    print(f"plait: {sentence}", file=sys.stderr)
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        if sys.stderr.isatty():
+            sys.stderr.write("\x1b[?25h")  # a rank that died may have left the cursor hidden
+        print(f"plait: {sentence}", file=sys.stderr)
     return code
+
+
+def _close_output(code: int) -> int:
+    """Writes out what is left. When that fails nobody must try again: the interpreter would, and end with 120."""
+    try:
+        sys.stdout.flush()
+        return code
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if code:
+            return code
+        if isinstance(error, BrokenPipeError):
+            return 128 + signal.SIGPIPE
+        return _end(f"the output cannot be written: {(error.strerror or 'unknown error').lower()}.", 2)
 
 
 if __name__ == "__main__":

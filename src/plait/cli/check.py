@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from .flags import Values, resolve, takes_plan
+from .terminal import Terminal
 
 STEPS = 3
 
@@ -49,7 +49,7 @@ def check(given: Values) -> int:
             reference(plan, model, awkward_batches(plan, model.facts.vocabulary, STEPS), file)
 
         rows = from_json(launch(main, plan.world, helpers=(single,))[0])
-    console = Console()
+    console = Terminal()
     console.print(verdict_table(rows))
     worst: Row = max(rows, key=lambda row: row.relative)
     layout = f"{model.name} over {plan.mesh}, {plan.schedule}, {plan.microbatches} microbatches"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from ..design.plan import Plan
 from .flags import Values, resolve, takes_plan
+from .terminal import Terminal
 
 
 def show(given: Values) -> None:
@@ -18,7 +18,7 @@ def show(given: Values) -> None:
         table.add_column(name, overflow="fold")
     for key in Plan.model_fields:
         table.add_row(key, str(getattr(plan, key)), origin[key])
-    Console().print(table)
+    Terminal().print(table)
 
 
 def add_to(app: typer.Typer) -> None:

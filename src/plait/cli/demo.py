@@ -9,8 +9,8 @@ import typer
 from .train import train
 
 PLAN = {
-    "model": "llama-10m", "data": "stdlib", "ranks": 8, "dp": 2, "tp": 2, "pp": 2, "schedule": "1f1b",
-    "microbatches": 4, "steps": 60, "seq": 256, "batch": 16, "lr": 3e-3, "warmup": 6, "seed": 7,
+    "model": "llama-10m", "data": "stdlib", "tokenizer": "bytes", "ranks": 8, "dp": 2, "tp": 2, "pp": 2,
+    "schedule": "1f1b", "microbatches": 4, "steps": 100, "seq": 256, "batch": 8, "lr": 3e-3, "warmup": 10, "seed": 7,
 }  # fmt: skip
 
 
@@ -21,8 +21,8 @@ def demo(
     flags = " ".join(
         f"{'-n' if key == 'ranks' else '--' + key} {value}" for key, value in PLAN.items() if key != "model"
     )
-    typer.echo(f"$ plait train {PLAN['model']} {flags} --prove 2 --out {out} --overwrite")
-    return train(dict(PLAN), out=out, overwrite=True, prove=2, sample=32, prompt="def ")
+    typer.echo(f"$ plait train {PLAN['model']} {flags} --prove 3 --out {out} --overwrite")
+    return train(dict(PLAN), out=out, overwrite=True, prove=3, sample=32, prompt="def ")
 
 
 def add_to(app: typer.Typer) -> None:

@@ -7,8 +7,9 @@ import platform
 from importlib import metadata
 
 import typer
-from rich.console import Console
 from rich.table import Table
+
+from .terminal import Terminal
 
 
 def doctor() -> int:
@@ -45,7 +46,7 @@ def doctor() -> int:
         "loopback (2 ranks, gloo)": loopback,
     }.items():
         table.add_row(name, value)
-    Console().print(table)
+    Terminal().print(table)
     return 0 if loopback == "ok" else 1
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
 from ..design.errors import PlanError
 from ..design.schedule import check, live_microbatches, lower, make
 from ..design.simulate import simulate
 from ..report import timeline
+from .terminal import Terminal
 
 
 def schedule(
@@ -29,7 +29,7 @@ def schedule(
             svg.write_text(timeline.svg(played, title=title), encoding="utf-8")
         except OSError as error:
             raise PlanError(f"{svg} cannot be written: {(error.strerror or 'unknown error').lower()}.") from None
-    console = Console()
+    console = Terminal()
     console.print(timeline.draw(played, width=console.width, title=title))
     live = [live_microbatches(table, rank) for rank in range(table.ranks)]
     console.print(f"bubble {played.bubble:.1%}, live microbatches by rank {live}, peak {max(live)}")

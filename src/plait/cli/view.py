@@ -6,7 +6,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
@@ -24,6 +23,7 @@ from ..report import traffic as traffic_report
 from ..report.words import size
 from ..runtime.data.tokens import Corpus
 from ..runtime.training.step import Report
+from .terminal import Terminal
 
 predicted = traffic
 
@@ -33,7 +33,7 @@ class View:
 
     def __init__(self, plan: Plan, facts: ModelFacts, corpus: Corpus, steps: int) -> None:
         self._plan, self._facts, self._corpus, self._steps = plan, facts, corpus, steps
-        self._console = Console()
+        self._console = Terminal()
         self._seen: list[Report] = []
         self._bar: Progress | None = None
 

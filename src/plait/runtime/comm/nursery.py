@@ -2,14 +2,17 @@
 
 Importing torch and transformers takes seconds, forking takes milliseconds. A parent that has run an operation on several
 threads makes its children hang, so the nursery insists on a single thread. Whatever happens, no rank outlives the call:
-a rank that fails ends the others, and the kernel ends them all if the parent is killed.
+a rank that fails ends the others, and the kernel ends them all if the parent is killed. `in_place` runs a rank that a
+launcher started, and tells its failures in the same words.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -17,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -28,6 +31,17 @@ from .world import LOOPBACK, Rendezvous
 
 GRACE_S = 1.0
 """How long the others may report after the first failure, so that the earliest one is named, not the loudest."""
+MOST_LOCAL = 64
+"""More processes than this on one machine is a mistyped number far more often than a wish."""
+BROKEN_PIPE = 128 + signal.SIGPIPE
+PARENT_ONLY = (signal.SIGINT, signal.SIGHUP)
+"""Signals that a terminal sends to every process of the job: the parent hears them and ends the ranks."""
+HELD = {*PARENT_ONLY, signal.SIGTERM}
+
+_LOST = re.compile(
+    r"connection (was likely )?(closed|reset|refused)|broken pipe|got 0 bytes|remote peer", re.IGNORECASE
+)
+_LATE = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
 
 
 class BadNumbersError(Exception):
@@ -44,11 +58,13 @@ class RankError(Exception):
 
 @dataclass
 class _Child:
+    name: str
     rank: int
     pid: int
     pipe: int
     said: bytes = b""
     status: int | None = None
+    ended: float = 0.0
 
     def report(self) -> dict[str, Any] | None:
         try:
@@ -56,134 +72,222 @@ class _Child:
         except ValueError:
             return None
 
+    @property
+    def failed(self) -> bool:
+        """Also one that ended in peace without a word: nobody knows what it did."""
+        return self.status is not None and (self.status != 0 or self.report() is None)
+
+
+def refuse_too_many(ranks: int) -> None:
+    """Raises a `PlanError` when `ranks` is more than one machine is asked to fork."""
+    if ranks > MOST_LOCAL:
+        raise PlanError(
+            f"{ranks} local ranks would be {ranks} processes on this machine of {os.cpu_count()} cores, and the most is "
+            f"{MOST_LOCAL}: lower the degrees, or start the ranks on several machines with torchrun."
+        )
+
 
 def launch(main: Callable[[Rendezvous], Any], ranks: int, *, helpers: tuple[Callable[[], Any], ...] = ()) -> list[Any]:
     """Runs `main(rendezvous)` in `ranks` forked processes and returns what each returned (JSON values), by rank.
 
     `helpers` are further functions, each run beside them in a process of its own; what they return is thrown away.
-    Raises the first failure: `PlanError` when a rank says the input is bad, `RankError` otherwise.
+    Raises the first failure: `PlanError` when a rank says the input is bad, `BrokenPipeError` when whoever read its
+    output is gone, `RankError` otherwise.
     """
+    refuse_too_many(ranks)
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else threading.active_count()
     if threads != 1:
         raise PlanError(
             f"Local ranks are forked, which needs a process with one thread, but this one runs {threads}: launch "
             f"before any computation, set OMP_NUM_THREADS=1, or start the ranks with torchrun."
         )
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
+    children: list[_Child] = []
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
-    children: list[_Child] = []
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
-        for rank in range(ranks + len(helpers)):
-            pipe, child_end = os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                os.close(pipe)
-                if rank:
-                    listener.close()
-                if rank < ranks:
-                    meeting = Rendezvous(
-                        rank, ranks, LOOPBACK, port, rank, True, listener.fileno() if not rank else None
-                    )
-                    _child(lambda: main(meeting), child_end)  # noqa: B023 (runs at once, in the child)
-                _child(helpers[rank - ranks], child_end)
-            os.close(child_end)
-            children.append(_Child(rank, pid, pipe))
+        for number in range(ranks + len(helpers)):
+            if number < ranks:
+                fd = None if number else listener.fileno()
+                meeting = Rendezvous(number, ranks, LOOPBACK, port, number, True, fd)
+                _fork(children, f"Rank {number}", lambda: main(meeting), None if number else listener)  # noqa: B023
+            else:
+                _fork(children, "The reference process", helpers[number - ranks], None)
         listener.close()
-        _watch(children, ranks)
-        return [_result(child) for child in children[:ranks]]
+        _watch(children)
+        return [(child.report() or {})["result"] for child in children[:ranks]]
     finally:
-        _end(children)
+        with _signals_held():
+            _end(children)
         listener.close()
         signal.signal(signal.SIGTERM, before)
+
+
+def in_place(main: Callable[[], Any], rank: int) -> Any:
+    """Runs `main()` in this process, rank `rank` of a launcher's, and raises its failure as `launch` would."""
+    try:
+        return main()
+    except Exception as error:
+        raise _exception(_account(error), f"Rank {rank}", rank) from error
 
 
 def _terminated(number: int, frame: object) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _child(main: Callable[[], Any], pipe: int) -> NoReturn:
+@contextlib.contextmanager
+def _signals_held() -> Iterator[set[signal.Signals]]:
+    """Signals that would end this process wait until the block is done; gives what was held before."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+    try:
+        yield {signal.Signals(number) for number in before}
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _fork(children: list[_Child], name: str, main: Callable[[], Any], keeps: socket.socket | None) -> None:
+    """Adds a child that runs `main`. Only the child that `keeps` the listening socket holds it open."""
+    parent = os.getpid()
+    try:
+        pipe, child_end = os.pipe()
+    except OSError as error:
+        raise _no_more(error, len(children)) from None
+    # A signal between the fork and the child's own handlers would run the parent's clean-up in the child.
+    with _signals_held() as before:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            raise _no_more(error, len(children)) from None
+        if pid == 0:
+            os.close(pipe)
+            for child in children:
+                os.close(child.pipe)
+            _child(main, child_end, parent, before)
+        children.append(_Child(name, len(children), pid, pipe))
+    os.close(child_end)
+
+
+def _child(main: Callable[[], Any], pipe: int, parent: int, held: set[signal.Signals]) -> NoReturn:
     """The life of a child: never returns, never runs the parent's clean-up."""
     code = 3
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and ends the ranks
-        _die_with_parent()
+        for number in PARENT_ONLY:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        _die_with(parent)
         torch.set_num_threads(1)
-        report: dict[str, Any] = {"result": main()}
+        said = json.dumps({"result": main()})
+        _flush()
         code = 0
     except BaseException as error:  # also SystemExit: a rank has nowhere else to report
-        code = 2 if isinstance(error, PlanError) else 7 if isinstance(error, BadNumbersError) else 3
-        message = (
-            str(error) if code != 3 else f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        )
-        report = {"error": message, "code": code, "time": time.time(), "trace": traceback.format_exc()}
+        report = _account(error)
+        code = report["code"]
+        said = json.dumps(report)
     try:
-        view = memoryview(json.dumps(report).encode())
+        view = memoryview(said.encode())
         while view:
             view = view[os.write(pipe, view) :]
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
     finally:
         os._exit(code)
 
 
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+def _account(error: BaseException) -> dict[str, Any]:
+    """What a rank says of its failure: the exit code, the words, and whether it only lost sight of another rank."""
+    text = str(error)
+    first = next((line.strip() for line in text.splitlines() if line.strip()), "").rstrip(".")
+    code, message, lost = 3, f"{type(error).__name__}: {first}" if first else type(error).__name__, False
+    if isinstance(error, PlanError):
+        code, message = 2, text
+    elif isinstance(error, BadNumbersError):
+        code, message = 7, text
+    elif isinstance(error, BrokenPipeError):
+        code = BROKEN_PIPE
+    elif isinstance(error, RuntimeError):
+        lost = bool(_LOST.search(text))
+        if not lost and _LATE.search(text):
+            code = 4
+    trace = "".join(traceback.format_exception(error))
+    return {"error": message, "code": code, "lost": lost, "time": time.monotonic(), "trace": trace}
 
 
-def _watch(children: list[_Child], ranks: int) -> None:
-    """Collects reports until all have ended or one has failed."""
-    deadline: float | None = None
-    while any(child.status is None for child in children):
-        open_pipes = {child.pipe: child for child in children if child.pipe >= 0}
-        ready, _, _ = select.select(list(open_pipes), [], [], 0.05) if open_pipes else ([], [], [])
-        if not open_pipes:
-            time.sleep(0.01)
-        for pipe in ready:
-            data = os.read(pipe, 1 << 16)
-            open_pipes[pipe].said += data
-            if not data:
-                os.close(pipe)
-                open_pipes[pipe].pipe = -1
-        for child in children:
-            if child.status is None and child.pipe < 0:
-                _, status = os.waitpid(child.pid, 0)
-                child.status = os.waitstatus_to_exitcode(status)
-        failed = [child for child in children if child.status]
-        if failed and deadline is None:
-            deadline = time.monotonic() + GRACE_S
-        if deadline is not None and (time.monotonic() > deadline or all(c.status is not None for c in children)):
-            raise _first_failure(failed, ranks)
-
-
-def _first_failure(failed: list[_Child], ranks: int) -> Exception:
-    """A rank ended by a signal said nothing and explains what the others say; otherwise the earliest report counts."""
-    silent = [child for child in failed if child.report() is None]
-    if silent:
-        child, status = silent[0], silent[0].status or 0
-        how = (
-            f"was ended by signal {-status} ({signal.Signals(-status).name})"
-            if status < 0
-            else f"ended with code {status}"
-        )
-        return RankError(child.rank, f"Rank {child.rank} {how}.", code=3)
-    child = min(failed, key=lambda c: (c.report() or {}).get("time", 0.0))
-    report = child.report() or {}
+def _exception(report: dict[str, Any], name: str, rank: int) -> Exception:
+    """The error that `launch` raises for a report."""
     if report["code"] == 2:
         return PlanError(report["error"])
-    who = f"Rank {child.rank}" if child.rank < ranks else "The reference process"
-    return RankError(child.rank, f"{who} failed: {report['error']}", code=report["code"], trace=report["trace"])
+    if report["code"] == BROKEN_PIPE:
+        return BrokenPipeError(report["error"])
+    how = "waited in vain for the others" if report["code"] == 4 else "failed"
+    how = "lost its connection to a rank that ended" if report["lost"] else how
+    return RankError(rank, f"{name} {how}: {report['error']}", code=report["code"], trace=report["trace"])
 
 
-def _result(child: _Child) -> Any:
-    report = child.report()
-    if report is None:
-        raise RankError(child.rank, f"Rank {child.rank} ended without a result.", code=3)
-    return report["result"]
+def _die_with(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(3)
+
+
+def _watch(children: list[_Child]) -> None:
+    """Collects reports until all have ended, or one has failed and the others have had time to say what they saw."""
+    deadline: float | None = None
+    while True:
+        _listen(children)
+        failed = [child for child in children if child.failed]
+        all_ended = all(child.status is not None for child in children)
+        if failed and deadline is None:
+            deadline = time.monotonic() + GRACE_S
+        if deadline is not None and (all_ended or time.monotonic() > deadline):
+            raise _first_failure(failed)
+        if all_ended:
+            return
+
+
+def _listen(children: list[_Child]) -> None:
+    """Waits a moment for something to happen, and takes note of it."""
+    pipes = {child.pipe: child for child in children if child.pipe >= 0}
+    if pipes:
+        for pipe in select.select(list(pipes), [], [], 0.05)[0]:
+            _read(pipes[pipe])
+    else:
+        time.sleep(0.01)
+    for child in children:
+        # Asked of the system, not read off the pipe: a process that the rank itself started may hold that open.
+        if child.status is not None:
+            continue
+        pid, status = os.waitpid(child.pid, os.WNOHANG)
+        if pid:
+            while child.pipe >= 0 and select.select([child.pipe], [], [], 0)[0]:
+                _read(child)
+            child.status, child.ended = os.waitstatus_to_exitcode(status), time.monotonic()
+
+
+def _read(child: _Child) -> None:
+    """Takes what a ready pipe holds, and closes it at its end."""
+    data = os.read(child.pipe, 1 << 16)
+    child.said += data
+    if not data:
+        os.close(child.pipe)
+        child.pipe = -1
+
+
+def _first_failure(failed: list[_Child]) -> Exception:
+    """The failure that explains the others: the earliest of those that are not merely the loss of another rank. A rank
+    that a signal ended says nothing, and is known by when it was found."""
+    causes = [child for child in failed if not (child.report() or {}).get("lost")] or failed
+    child = min(causes, key=lambda c: (c.report() or {}).get("time", c.ended))
+    report, status = child.report(), child.status or 0
+    if report is not None and "error" in report:
+        return _exception(report, child.name, child.rank)
+    how = f"ended with code {status} and without a result"
+    if status < 0:
+        how = f"was ended by signal {-status} ({signal.Signals(-status).name})"
+        if status == -signal.SIGKILL:
+            how += "; if nobody sent it, the machine ran out of memory: use fewer ranks or a smaller batch"
+    return RankError(child.rank, f"{child.name} {how}.", code=3)
 
 
 def _end(children: list[_Child]) -> None:
@@ -197,3 +301,13 @@ def _end(children: list[_Child]) -> None:
         if child.status is None:
             os.waitpid(child.pid, 0)
             child.status = -signal.SIGKILL
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+
+
+def _no_more(error: OSError, started: int) -> PlanError:
+    return PlanError(f"The machine started {started} processes and no more: {error.strerror}. Use fewer ranks.")

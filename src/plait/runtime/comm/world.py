@@ -9,7 +9,9 @@ GPU with NCCL are here and in parallel/clock.py only.
 from __future__ import annotations
 
 import os
+import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -25,6 +27,12 @@ from .ledger import Ledger
 
 LOOPBACK = "127.0.0.1"
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+MPI = {
+    "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+    "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+}
+"""What mpirun (Open MPI, MPICH and their kin) calls the same. It says nothing of where rank 0 is."""
 
 
 @dataclass(frozen=True)
@@ -42,23 +50,46 @@ class Rendezvous:
     @classmethod
     def from_environment(cls) -> Rendezvous | None:
         """The launcher's word, or None when there is no launcher; half a word is refused."""
-        given = [name for name in VARIABLES if name in os.environ]
-        if "RANK" not in given and "WORLD_SIZE" not in given:
+        said = _launcher_variables()
+        if "RANK" not in said and "WORLD_SIZE" not in said:
             return None
-        missing = [name for name in VARIABLES if name not in given]
+        missing = [name for name in VARIABLES if name not in said]
         if missing:
+            given, lacking = ", ".join(said[name][0] for name in VARIABLES if name in said), ", ".join(missing)
             raise PlanError(
-                f"The environment sets {', '.join(given)} but not {', '.join(missing)}: start with torchrun, "
-                f"set all four, or unset them and use -n for local ranks."
+                f"The environment sets {given} but not {lacking}: start with torchrun, set {lacking} too (mpirun -x "
+                f"{missing[-1]}=... does), or unset {given} and use -n for local ranks."
             )
-        try:
-            rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-            local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        except ValueError:
-            raise PlanError("RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT must be whole numbers.") from None
+        rank, size, port = (_whole(*said[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        local_rank = _whole(*said["LOCAL_RANK"]) if "LOCAL_RANK" in said else rank
         if not 0 <= rank < size:
             raise PlanError(f"RANK {rank} is not in a world of WORLD_SIZE {size}: ranks count from 0 to {size - 1}.")
-        return cls(rank, size, os.environ["MASTER_ADDR"], port, local_rank, local=False)
+        if not 0 < port < 1 << 16:
+            raise PlanError(f"MASTER_PORT {port} is not a port: choose a free one from 1024 to 65535.")
+        host = said["MASTER_ADDR"][1]
+        try:
+            # Asked here because torch's store asks again and again for ten minutes.
+            socket.getaddrinfo(host, port)
+        except (OSError, UnicodeError):
+            raise PlanError(f"MASTER_ADDR '{host}' is not a host that this machine can find; name rank 0's.") from None
+        return cls(rank, size, host, port, local_rank, local=False)
+
+
+def _launcher_variables() -> Mapping[str, tuple[str, str]]:
+    """torchrun's name of each variable -> (the name it was set under, its value). mpirun's count only when it started
+    more than one process: a shell inside a job may have inherited them."""
+    said = {name: (name, os.environ[name]) for name in (*VARIABLES, "LOCAL_RANK") if name in os.environ}
+    if "RANK" in said or "WORLD_SIZE" in said:
+        return said
+    mpi = {name: (their, os.environ[their]) for name, theirs in MPI.items() for their in theirs if their in os.environ}
+    return said if mpi.get("WORLD_SIZE", ("", "1"))[1] == "1" else said | mpi
+
+
+def _whole(name: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise PlanError(f"{name} is '{value}'; it must be a whole number.") from None
 
 
 @dataclass(frozen=True)
@@ -88,7 +119,7 @@ class World:
         self.ledger = Ledger()
         self.device = torch.device("cpu")
         backend = "gloo"
-        if device == "auto" and torch.cuda.is_available() and dist.is_nccl_available():
+        if device == "auto" and _has_gpu(rendezvous):
             self.device = torch.device("cuda", rendezvous.local_rank)
             torch.cuda.set_device(self.device)
             backend = "nccl"
@@ -143,8 +174,22 @@ class World:
             self.close()
 
 
+def _has_gpu(rendezvous: Rendezvous) -> bool:
+    """Whether each rank here has a GPU of its own. Local ranks go to the CPUs together when there are too few; a
+    launcher was told how many to start, so too few is an error."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() and dist.is_nccl_available() else 0
+    if not rendezvous.local and gpus and rendezvous.local_rank >= gpus:
+        raise PlanError(
+            f"Rank {rendezvous.rank} wants GPU {rendezvous.local_rank}, but this machine has {gpus}: start {gpus} ranks "
+            f"here, or set CUDA_VISIBLE_DEVICES='' to run on the CPUs."
+        )
+    if rendezvous.local and 0 < gpus < rendezvous.size and rendezvous.rank == 0:
+        print(f"plait: {rendezvous.size} ranks, {gpus} GPUs: the ranks run on the CPUs.", file=sys.stderr)
+    return gpus >= rendezvous.size if rendezvous.local else gpus > 0
+
+
 def _store(rendezvous: Rendezvous, timeout: timedelta) -> Any:
-    hosts_store = rendezvous.rank == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    hosts_store = rendezvous.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if rendezvous.local:
         hosts_store = rendezvous.rank == 0
     try:

@@ -6,17 +6,24 @@ The model is built on the meta device, so that a model of any size is read in mi
 from __future__ import annotations
 
 import json
+import math
 import re
+import socket
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
+import huggingface_hub
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ...design.errors import PlanError, listed, nearest
+from ...design.errors import PlanError, divisors, listed, nearest
 from ...design.facts import ModelFacts, ParameterFact
 from ...design.styles import style
 
@@ -25,6 +32,12 @@ FAMILIES = ("llama",)
 
 BLOCK_LISTS = ("layers", "h", "blocks", "block", "layer")
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth")
+MOST_BLOCKS = 10_000
+"""Reading a model makes its modules: a mistyped count would take minutes and gigabytes before any rule is asked."""
+HUB_WAIT_S = 5
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+         "intermediate_size", "max_position_embeddings", "head_dim")  # fmt: skip
+LARGEST_SIZE = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -45,34 +58,54 @@ def read(model: str) -> Model:
     """The model named `model`; whatever is wrong with the name or the config is a `PlanError`."""
     config = _config(model)
     _refuse_what_is_not_proven(model, config)
+    _refuse_bad_values(model, config)
     try:
         return Model(model, config, _facts(config))
-    except (ValueError, TypeError, ZeroDivisionError, RuntimeError, AttributeError) as error:
-        if isinstance(error, PlanError):
-            raise
-        raise PlanError(f"transformers cannot build {model} from its config: {_first_line(error)}.") from None
+    except PlanError:
+        raise
+    except Exception as error:  # whatever a class raises about values that its config let through
+        raise PlanError(f"transformers cannot build {model} from its config: {_said(error)}.") from None
 
 
 def _config(model: str) -> Any:
     folder = Path(model)
     if model in presets():
-        text = (resources.files(__package__) / "presets" / f"{model}.json").read_text()
-        return _config_from(json.loads(text), model)
-    if folder.is_dir():
+        return _config_from_text((resources.files(__package__) / "presets" / f"{model}.json").read_bytes(), model)
+    try:
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except OSError as error:  # a name too long for the system, say
+        raise PlanError(f"The model {model} cannot be read: {(error.strerror or 'unknown error').lower()}.") from None
+    if is_folder:
         return _config_from_folder(folder)
-    if folder.exists():
+    if exists:
         raise PlanError(f"{model} is a file; give the directory that holds config.json.")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        try:
-            return AutoConfig.from_pretrained(model)
-        except Exception as error:  # the hub client raises many kinds; each means the same to the user
-            raise PlanError(
-                f"{model} is not a directory here, and the hub gave no config for it ({_first_line(error)}). "
-                f"Presets that need no hub: {listed(presets())}."
-            ) from None
+        return _config_from_hub(model)
     raise PlanError(
         f"There is no preset or directory '{model}'.{nearest(model, presets())} Presets: {listed(presets())}."
     )
+
+
+def _config_from_hub(model: str) -> Any:
+    endpoint = urlsplit(huggingface_hub.constants.ENDPOINT)
+    host, port = endpoint.hostname or "", endpoint.port or (80 if endpoint.scheme == "http" else 443)
+    try:
+        # Asked first because the hub's client tries for half a minute when there is no network at all.
+        if not getproxies():
+            socket.create_connection((host, port), HUB_WAIT_S).close()
+        offline = None
+    except OSError as error:
+        offline = f"{host} cannot be reached: {(error.strerror or str(error)).lower()}, and no copy of it is here"
+    try:
+        file = huggingface_hub.hf_hub_download(model, "config.json", local_files_only=offline is not None)
+        return _config_from_text(Path(file).read_bytes(), model)
+    except PlanError:
+        raise
+    except Exception as error:  # the hub's client raises many kinds; each means the same to the user
+        raise PlanError(
+            f"{model} is not a directory here, and the hub gave no config for it ({offline or _said(error)}). "
+            f"Presets that need no hub: {listed(presets())}."
+        ) from None
 
 
 def _config_from_folder(folder: Path) -> Any:
@@ -86,32 +119,50 @@ def _config_from_folder(folder: Path) -> Any:
             f"weights only. Copy config.json alone into a directory to do that."
         )
     try:
-        values = json.loads(file.read_text())
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise PlanError(f"{file} is not readable JSON: {_first_line(error)}.") from None
+        text = file.read_bytes()
+    except OSError as error:
+        raise PlanError(f"{file} cannot be read: {(error.strerror or 'unknown error').lower()}.") from None
+    return _config_from_text(text, str(file))
+
+
+def _config_from_text(text: bytes, source: str) -> Any:
+    try:
+        values = json.loads(text.decode(), parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{source} is not readable JSON: {_said(error)}.") from None
     if not isinstance(values, dict):
-        raise PlanError(f"{file} must hold a JSON object, not a {type(values).__name__}.")
-    return _config_from(values, str(file))
-
-
-def _config_from(values: dict[str, Any], source: str) -> Any:
-    kind = values.get("model_type")
+        raise PlanError(f"{source} must hold a JSON object, not a {type(values).__name__}.")
+    kind = values.pop("model_type", None)
     if not isinstance(kind, str):
         raise PlanError(f"{source} has no model_type; a transformers config.json does.")
+    if kind not in FAMILIES:
+        raise PlanError(
+            f"{source} has model_type '{kind}'; this version has proven {listed(FAMILIES)} only.{nearest(kind, FAMILIES)}"
+        )
+    for key in SIZES:
+        # null stands for a family's own choice where it has one.
+        size = values.get(key)
+        if size is not None and not (type(size) is int and 1 <= size <= LARGEST_SIZE):
+            raise PlanError(f"{source} has {key} {size!r}; it must be a whole number from 1 to {LARGEST_SIZE:,}.")
     try:
-        return AutoConfig.for_model(kind, **{k: v for k, v in values.items() if k != "model_type"})
+        return AutoConfig.for_model(kind, **values)
     except Exception as error:  # validation inside transformers raises many kinds
-        raise PlanError(f"transformers does not accept {source}: {_first_line(error)}.") from None
+        raise PlanError(f"transformers does not accept {source}: {_said(error)}.") from None
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__).rstrip(".")
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not a number of JSON")
+
+
+def _said(error: BaseException) -> str:
+    """An error's message on one line, no longer than a sentence may be."""
+    # A KeyError prints the repr of what was looked for.
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    text = " ".join(text.split()).rstrip(".") or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def _refuse_what_is_not_proven(model: str, config: Any) -> None:
-    if config.model_type not in FAMILIES:
-        raise PlanError(f"{model} is a '{config.model_type}' model; this version has proven {listed(FAMILIES)} only.")
     if config.tie_word_embeddings:
         raise PlanError(
             f"{model} ties its embedding and its head, which this version does not lay out yet: set "
@@ -122,17 +173,44 @@ def _refuse_what_is_not_proven(model: str, config: Any) -> None:
             f"{model} has attention_dropout {config.attention_dropout}, whose numbers would depend on the layout in "
             f"this version: set it to 0 in its config.json."
         )
-    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
-             "intermediate_size", "max_position_embeddings")  # fmt: skip
-    for key in sizes:
-        value = getattr(config, key, None)
-        if not isinstance(value, int) or value < 1:
-            raise PlanError(f"{model} has {key} {value!r}; it must be a whole number of at least 1.")
-    if config.num_attention_heads % config.num_key_value_heads:
+    if getattr(config, "quantization_config", None) is not None:
         raise PlanError(
-            f"{model} has {config.num_attention_heads} heads in groups for {config.num_key_value_heads} KV heads, "
-            f"which does not divide."
+            f"{model} has quantised weights, which this version does not train: remove quantization_config from its "
+            f"config.json."
         )
+    if config.pad_token_id is not None:
+        # nn.Embedding then gives that row no gradient, which an embedding cut over tp does not do.
+        raise PlanError(
+            f"{model} has pad_token_id {config.pad_token_id}, whose row of the embedding would learn in some layouts and "
+            f"not in others: set it to null in its config.json (plait pads without a token)."
+        )
+    for key, wanted in (("return_dict", True), ("output_attentions", False), ("output_hidden_states", False)):
+        if getattr(config, key, wanted) is not wanted:
+            raise PlanError(f"{model} has {key} {getattr(config, key)}: remove it from its config.json.")
+
+
+def _refuse_bad_values(model: str, config: Any) -> None:
+    heads, groups, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    if heads % groups:
+        raise PlanError(
+            f"{model} has {heads} heads in groups for {groups} KV heads, which does not divide: set num_key_value_heads "
+            f"to {listed(divisors(heads)) if heads <= 1024 else f'a divisor of {heads}'}."
+        )
+    if width % 2:
+        raise PlanError(f"{model} has head_dim {width}; rotary positions turn pairs, so it must be even.")
+    if config.num_hidden_layers > MOST_BLOCKS:
+        raise PlanError(f"{model} has num_hidden_layers {config.num_hidden_layers}; the most is {MOST_BLOCKS}.")
+    if config.hidden_act not in ACT2FN:
+        raise PlanError(f"{model} has hidden_act '{config.hidden_act}'.{nearest(str(config.hidden_act), ACT2FN)}")
+    rope = config.rope_parameters
+    kind, kinds = rope.get("rope_type", "default"), ("default", *ROPE_INIT_FUNCTIONS)
+    if kind not in kinds:
+        raise PlanError(f"{model} has rope_type '{kind}'; transformers knows {listed(kinds)}.")
+    for key in ("rope_theta", *rope):
+        value = rope.get(key)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if (is_number and not (math.isfinite(value) and value > 0)) or (key == "rope_theta" and not is_number):
+            raise PlanError(f"{model} has {key} {value!r} among its rope_parameters; it must be a number above 0.")
 
 
 def build_on_meta(config: Any) -> Any:

@@ -7,7 +7,6 @@ from typing import Any
 
 from ...design.errors import PlanError
 from ...design.plan import Plan
-from ..batch import Batch
 from ..comm.nursery import launch as fork
 from ..comm.world import Rendezvous, World
 from ..data.batches import Batches
@@ -34,6 +33,3 @@ def launch(main: Callable[[World], Any], plan: Plan) -> list[Any]:
 def batches(plan: Plan, world: World) -> Batches:
     """This rank's rows of the plan's data, one batch a step. Tokenises the data once and keeps it in a cache."""
     return Batches(prepare(plan, read(plan.model).facts.vocabulary), plan, world.rank)
-
-
-__all__ = ["Batch", "batches", "launch"]
