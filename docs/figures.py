@@ -55,7 +55,7 @@ def example_model(blocks: int = 4) -> ModelFacts:
         parameters += [weight(f"model.layers.{block}.{name}", *row, block) for name, *row in BLOCK]
     parameters.append(weight("model.norm", (HIDDEN,), None, 1, None))
     parameters.append(weight("lm_head", (VOCABULARY, HIDDEN), "colwise_gather_output", 1, None))
-    return ModelFacts("llama", blocks, HIDDEN, 8, 4, VOCABULARY, 256, tuple(parameters))
+    return ModelFacts("llama", blocks, HIDDEN, 8, 4, VOCABULARY, 256, "lm_head", tuple(parameters))
 
 
 def _timeline(name: str, ranks: int, microbatches: int, *, work: int = 1, reduction: int = 0) -> Timeline:

@@ -62,4 +62,4 @@ def llama(
             found.append(parameter(f"{at}.{name}.weight", (hidden,), block=block))
     found.append(parameter("model.norm.weight", (hidden,), after_blocks=True))
     found.append(parameter("lm_head.weight", (vocabulary, hidden), "colwise_gather_output", after_blocks=True))
-    return ModelFacts("llama", blocks, hidden, heads, kv_heads, vocabulary, positions, tuple(found))
+    return ModelFacts("llama", blocks, hidden, heads, kv_heads, vocabulary, positions, "lm_head", tuple(found))

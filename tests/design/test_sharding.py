@@ -23,7 +23,7 @@ Array = NDArray[np.int64]
 VOCABULARY, HIDDEN, INNER, ROWS = 12, 4, 12, 24
 
 LINEAR = ModelFacts(
-    "linear", 1, HIDDEN, 1, 1, VOCABULARY, 64,
+    "linear", 1, HIDDEN, 1, 1, VOCABULARY, 64, "head",
     (
         parameter("embed.weight", (VOCABULARY, HIDDEN), "embedding_rowwise"),
         parameter("norm.weight", (HIDDEN,), block=0),
@@ -245,7 +245,7 @@ def test_data_parallel_ranks_hold_the_same() -> None:
 
 
 def test_a_style_that_plait_does_not_know_is_named() -> None:
-    facts = ModelFacts("odd", 1, 4, 1, 1, 8, 8, (parameter("mixer.weight", (8, 4), "colwize", block=0),))
+    facts = ModelFacts("odd", 1, 4, 1, 1, 8, 8, "head", (parameter("mixer.weight", (8, 4), "colwize", block=0),))
     assert shard(facts, Plan()).parts[0].compute.cuts == ()
     with pytest.raises(PlanError, match=r"mixer the style 'colwize'.*Did you mean 'colwise'\?.*tp 1"):
         shard(facts, Plan(tp=2))

@@ -22,7 +22,7 @@ from plait.report.words import duration, runs, size
 
 SVG = "{http://www.w3.org/2000/svg}"
 FACTS = ModelFacts(
-    "llama", 2, 64, 4, 4, 128, 64,
+    "llama", 2, 64, 4, 4, 128, 64, "lm_head",
     (
         ParameterFact("model.embed_tokens", "weight", (128, 64), None, False, "embedding_rowwise", 1, "", True),
         ParameterFact("model.layers.0.mlp.up_proj", "weight", (256, 64), 0, False, "colwise", 1, "", True),

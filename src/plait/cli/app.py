@@ -73,7 +73,8 @@ def _end_by(number: int, frame: object) -> NoReturn:
 
 
 def _have_standard_files() -> None:
-    """Opens what was started closed, or the next pipe or socket would be taken for it; lets no character be unprintable."""
+    """Opens what was started closed, or the next pipe or socket would be taken for it; makes every character
+    printable."""
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(fd)

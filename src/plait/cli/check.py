@@ -9,7 +9,9 @@ from pathlib import Path
 import typer
 from rich.table import Table
 
-from .flags import Values, resolve, takes_plan
+from ..design.errors import PlanError
+from .flags import Values, named, resolve, takes_plan
+from .limits import refuse_memory
 from .terminal import Terminal
 
 STEPS = 3
@@ -19,6 +21,7 @@ def check(given: Values) -> int:
     """Compare loss, every gradient, the gradient norm and every weight after 3 AdamW steps with one process."""
     given = {"steps": STEPS, **given}
     plan, origin = resolve(given)
+    named(origin, "check")
     if origin["batch"] == "default":
         # Four rows a microbatch unless told otherwise: one of each awkward kind.
         plan = plan.model_copy(update={"batch": 4 * plan.dp * plan.microbatches})
@@ -30,12 +33,16 @@ def check(given: Values) -> int:
     from ..check.compare import Row, compare, from_json, passed, to_json
     from ..check.reference import reference
     from ..design.plan import validate
-    from ..runtime.comm.nursery import launch
+    from ..runtime.comm.nursery import launch, refuse_too_many
     from ..runtime.comm.world import Rendezvous, World
     from ..runtime.hf.read import read
 
+    if Rendezvous.from_environment() is not None:
+        raise PlanError("plait check starts ranks of its own, so a launcher has nothing to start: run it without one.")
     model = read(plan.model)
     validate(plan, model.facts)
+    refuse_too_many(plan.world)
+    refuse_memory(plan, model.facts, wide=True)
     with tempfile.TemporaryDirectory(prefix="plait-check-") as folder:
         file = Path(folder) / "reference.safetensors"
 

@@ -13,6 +13,7 @@ import typer
 
 from ..design.errors import PlanError
 from ..design.plan import Plan
+from .limits import refuse_sizes
 
 Values = dict[str, Any]
 
@@ -58,10 +59,19 @@ def resolve(given: Values, defaults: Values | None = None) -> tuple[Plan, dict[s
     if file is not None:
         Plan.read(written, source=str(file))
     plan = Plan.read({**(defaults or {}), **written, **flags}, source="the command line")
+    refuse_sizes(plan)
     origin = dict.fromkeys(Plan.model_fields, "default")
     origin |= dict.fromkeys(defaults or {}, "command")
     origin |= dict.fromkeys(written, str(file)) | dict.fromkeys(flags, "flag")
     return plan, origin
+
+
+def named(origin: dict[str, str], command: str) -> None:
+    """Refuses a run whose model nobody chose: it would take its hours on the wrong one."""
+    if origin["model"] == "default":
+        raise PlanError(
+            f"plait {command} needs a MODEL: a preset (llama-tiny, say), a directory with a config.json, or a hub id."
+        )
 
 
 def _read_toml(file: Path) -> Values:
@@ -69,5 +79,5 @@ def _read_toml(file: Path) -> Values:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"The configuration {file} cannot be read: {os.strerror(error.errno or 0).lower()}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, nested without end, or a number without end
         raise PlanError(f"{file} is not valid TOML: {str(error)[:1].lower()}{str(error)[1:]}.") from None

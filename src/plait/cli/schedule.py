@@ -10,6 +10,7 @@ from ..design.errors import PlanError
 from ..design.schedule import check, live_microbatches, lower, make
 from ..design.simulate import simulate
 from ..report import timeline
+from .limits import refuse_schedule
 from .terminal import Terminal
 
 
@@ -20,6 +21,7 @@ def schedule(
     svg: Path | None = typer.Option(None, help="Also write the picture to this file."),
 ) -> None:
     """Draw a schedule in the terminal, a backward taken to last twice a forward."""
+    refuse_schedule(pp, microbatches)
     table = lower(make(name, pp, microbatches))
     check(table)
     played = simulate(table)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ import typer
 
 from ..design.errors import PlanError
 from ..design.plan import Plan, validate
-from .flags import Values, resolve, takes_plan
+from .flags import Values, named, resolve, takes_plan
+from .limits import refuse_memory
+
+METRICS = "metrics.jsonl"
 
 
 def train(
@@ -26,33 +30,38 @@ def train(
     prompt: str = typer.Option("def ", help="What the text begins with."),
 ) -> int:
     """Train MODEL, laid over the ranks that the degrees describe."""
-    from ..runtime.comm.nursery import launch
+    from ..runtime.comm.nursery import in_place, launch, refuse_too_many
     from ..runtime.comm.world import Rendezvous
     from ..runtime.data.batches import global_batches
     from ..runtime.data.tokens import prepare
     from ..runtime.hf.read import read
 
-    plan, _ = resolve(given)
+    plan, origin = resolve(given)
+    named(origin, "train")
+    _refuse_unspeakable(prompt)
     here = Rendezvous.from_environment()
     if here is not None:
-        if plan.ranks not in (0, here.size):
-            raise PlanError(f"-n {plan.ranks} is asked for, but the launcher started {here.size} ranks: leave -n out.")
-        plan = plan.model_copy(update={"ranks": here.size})
-        if prove:
-            raise PlanError(
-                "--prove starts a process of its own, which a launcher's ranks cannot: run plait check first."
-            )
+        plan = _under_launcher(plan, here.size, prove)
     model = read(plan.model)
     validate(plan, model.facts)
-    folder = _folder(out, plan, overwrite, here)
-    # In a process of its own: tokenising starts threads, and what is wrong with the text is said before any rank starts.
-    launch(lambda _: prepare(plan, model.facts.vocabulary).description, 1)
-    folder.mkdir(parents=True, exist_ok=True)
+    if here is None:
+        refuse_too_many(plan.world)
+        refuse_memory(plan, model.facts)
+    folder = _folder(out, plan)
+
+    def tokenise() -> None:
+        # In a process of its own: tokenising starts threads, and what is wrong with the text is said before any rank
+        # starts.
+        launch(lambda _: prepare(plan, model.facts.vocabulary).description, 1)
 
     if here is not None:
-        _rank(here, plan, model, folder, None, sample, prompt)
+        # Rank 0 alone writes: another rank may look when it has already begun, or stand on another machine.
+        with _claimed(folder, overwrite, writes=here.rank == 0):
+            tokenise()
+            in_place(lambda: _rank(here, plan, model, folder, None, sample, prompt), here.rank)
         return 0
-    with tempfile.TemporaryDirectory(prefix="plait-prove-") as scratch:
+    with _claimed(folder, overwrite), tempfile.TemporaryDirectory(prefix="plait-prove-") as scratch:
+        tokenise()
         file = Path(scratch) / "reference.safetensors" if prove else None
 
         def single() -> None:
@@ -70,18 +79,66 @@ def train(
     return 0 if all(verdicts) else 1
 
 
-def _folder(out: Path | None, plan: Plan, overwrite: bool, here: Any) -> Path:
-    """Where the run is written, checked before anything starts."""
-    folder = out or Path("runs") / f"{Path(plan.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if folder.exists() and not folder.is_dir():
-        raise PlanError(f"--out {folder} is a file; name a directory.")
-    # Under a launcher rank 0 may already have begun to write when another rank looks.
-    if (folder / "metrics.jsonl").exists() and not overwrite and (here is None or here.rank == 0):
-        raise PlanError(f"{folder} already holds a run: choose another --out, or replace it with --overwrite.")
-    parent = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not os.access(parent, os.W_OK):
-        raise PlanError(f"--out {folder} cannot be written: no permission in {parent}.")
-    return folder
+def _under_launcher(plan: Plan, size: int, prove: int) -> Plan:
+    """The plan of a run whose ranks a launcher started."""
+    if plan.ranks not in (0, size):
+        raise PlanError(f"-n {plan.ranks} is asked for, but the launcher started {size} ranks: leave -n out.")
+    if prove:
+        raise PlanError("--prove starts a process of its own, which a launcher's ranks cannot: run plait check first.")
+    return plan.model_copy(update={"ranks": size})
+
+
+def _refuse_unspeakable(prompt: str) -> None:
+    """Bytes that are no UTF-8 arrive as half characters, which no tokenizer takes: said now, not after the training."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise PlanError(f"--prompt {prompt!r} is not text in UTF-8.") from None
+
+
+def _folder(out: Path | None, plan: Plan) -> Path:
+    name = Path(plan.model).name or Path(plan.model).resolve().name
+    return out or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+@contextmanager
+def _claimed(folder: Path, overwrite: bool, *, writes: bool = True) -> Iterator[None]:
+    """Takes `folder` for this run before anything starts, so that of two runs at once one is refused. A run that ends
+    before its first step leaves nothing behind, and an earlier run's files stay until the first step replaces them."""
+    metrics, made, new = folder / METRICS, list[Path](), False
+    try:
+        if writes:
+            new = _claim(metrics, overwrite, made)
+        yield
+    finally:
+        with suppress(OSError):  # what is not empty stays
+            if new and metrics.stat().st_size == 0:
+                metrics.unlink()
+            for place in reversed(made):
+                place.rmdir()
+
+
+def _claim(metrics: Path, overwrite: bool, made: list[Path]) -> bool:
+    """Makes the file of metrics, and in `made` the directories above it; whether it was not there before."""
+    folder = metrics.parent
+    try:
+        for place in reversed((folder, *folder.parents)):
+            if not place.is_dir():
+                place.mkdir()
+                made.append(place)
+        if overwrite and metrics.exists():
+            metrics.open("a").close()
+            return False
+        metrics.open("x").close()
+        return True
+    except FileExistsError as error:
+        if error.filename == str(metrics):
+            sentence = f"{folder} already holds a run: choose another --out, or replace it with --overwrite."
+        else:
+            sentence = f"--out {folder} cannot be made: {error.filename} is not a directory. Name another."
+        raise PlanError(sentence) from None
+    except OSError as error:
+        raise PlanError(f"--out {folder} cannot be written: {(error.strerror or str(error)).lower()}.") from None
 
 
 def _rank(
@@ -111,7 +168,7 @@ def _rank(
             if not passed(rows):
                 return False
         run = build(plan, world, model=model, steps=batches.steps_total)
-        metrics = loop.Metrics(folder / "metrics.jsonl") if view else None
+        metrics = loop.Metrics(folder / METRICS) if view else None
 
         def seen(report: Any) -> None:
             if view and metrics:

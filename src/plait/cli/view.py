@@ -79,8 +79,8 @@ class View:
         below = self._corpus.entropy - loss
         console.print(
             f"\nloss {loss:.3f} (mean of the last {len(last)} of {last[-1].step} steps); guessing tokens by their "
-            f"frequency alone costs {self._corpus.entropy:.3f} (unigram entropy), {abs(below):.3f} nats "
-            f"{'more' if below >= 0 else 'LESS'}",
+            f"frequency alone costs {self._corpus.entropy:.3f} (unigram entropy): the loss is {abs(below):.3f} nats "
+            f"{'below' if below >= 0 else 'ABOVE'} that",
             soft_wrap=True,
         )
         console.print("\npipeline, last step (simulated from its own forward and backward times)", style="bold")

@@ -43,7 +43,8 @@ class ParameterFact:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """One model: its sizes and its parameters, in the order in which a forward uses them."""
+    """One model: its sizes and its parameters, in the order in which a forward uses them. `head` names the module that
+    gives the logits."""
 
     family: str
     blocks: int
@@ -52,6 +53,7 @@ class ModelFacts:
     kv_heads: int
     vocabulary: int
     positions: int
+    head: str
     parameters: tuple[ParameterFact, ...]
 
     @property

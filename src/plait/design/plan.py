@@ -66,18 +66,24 @@ class Plan(BaseModel):
     def microbatch_rows(self) -> int:
         return self.batch // (self.dp * self.microbatches)
 
-    @classmethod
-    def read(cls, values: Mapping[str, Any], *, source: str = "the plan") -> Plan:
-        """A plan from keys and values; an unknown key or an impossible value is one sentence."""
+    def __init__(self, *, source: str = "the plan", **values: Any) -> None:
+        """Unknown keys and impossible values are a `PlanError`: one sentence that begins with `source`."""
         for key in values:
-            if key not in cls.model_fields:
-                raise PlanError(f"{source} has an unknown key '{key}'.{nearest(key, cls.model_fields)}")
+            if key not in type(self).model_fields:
+                raise PlanError(f"{source} has an unknown key '{key}'.{nearest(key, type(self).model_fields)}")
         try:
-            return cls(**values)
+            super().__init__(**values)
         except ValidationError as error:
             first = error.errors()[0]
-            key = str(first["loc"][0])
-            raise PlanError(f"{source}: {key} cannot be {first['input']!r}: {first['msg'].lower()}.") from None
+            refusal = f"{first['loc'][0]} cannot be {first['input']!r}: {first['msg'].lower()}"
+            raise PlanError(f"{source}: {refusal}.") from None
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], *, source: str = "the plan") -> Plan:
+        """A plan from keys and values that stand in `source`."""
+        if "source" in values:  # a key of no plan, and the name of a parameter here
+            raise PlanError(f"{source} has an unknown key 'source'.")
+        return cls(source=source, **values)
 
 
 Rule = Callable[[Plan, ModelFacts], str | None]

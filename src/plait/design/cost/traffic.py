@@ -65,7 +65,7 @@ def _tensor(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, comput
 
     yield from sums("row-parallel output", outputs, whole)
     yield from sums("column-parallel input gradient", len(inputs), whole)
-    if stage == plan.pp - 1:
+    if stage == plan.pp - 1 and facts.by_name[f"{facts.head}.weight"].style is not None:
         yield from sums("loss: maximum", 1, tokens * loss)
         yield from sums("loss: sums", 1, 2 * tokens * loss)
 

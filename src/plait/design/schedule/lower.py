@@ -21,8 +21,8 @@ _UNIT = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}
 
 
 def lower(schedule: Schedule, *, reduce: bool = False) -> Schedule:
-    """The table with its communication. `reduce` adds, after a stage's last backward, the wait for its gradients' sum
-    over data parallel ranks (the sums themselves start during that backward)."""
+    """The table with its communication. `reduce` adds, after a stage's last backward, the end of its gradients' sum
+    over data parallel ranks (buckets leave during that backward; what is left leaves now, and all are waited for)."""
     last = schedule.stages - 1
     times = play(schedule, lambda action: _UNIT[action.kind])
     # (moment, transfers before computation, order of writing) -> action

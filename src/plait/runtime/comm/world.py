@@ -154,6 +154,11 @@ class World:
         return self._groups[axes]
 
     @property
+    def alone(self) -> Group:
+        """This rank by itself."""
+        return Group("none", (self.rank,), 0, self.ledger, None)
+
+    @property
     def everyone(self) -> Group:
         ranks = tuple(range(self.mesh.size))
         return Group(WORLD, ranks, self.rank, self.ledger, dist.group.WORLD if len(ranks) > 1 else None)

@@ -280,6 +280,7 @@ def _facts(config: Any) -> ModelFacts:
         kv_heads=config.num_key_value_heads,
         vocabulary=config.vocab_size,
         positions=config.max_position_embeddings,
+        head=next(name for name, module in model.named_modules() if module is model.get_output_embeddings()),
         parameters=tuple(parameters),
     )
 

@@ -99,7 +99,7 @@ class StageModel:
         used = {module for part in parts for use_stage, module in part.uses if use_stage == stage}
         embedding = self.module.get_input_embeddings()
         for name, module in list(self.module.named_modules()):
-            if name in used or name.startswith(blocks_name) or not list(module.parameters(recurse=False)):
+            if name in used or name.startswith(f"{blocks_name}.") or not list(module.parameters(recurse=False)):
                 continue
             stub = _NoEmbedding(model.facts.hidden, dtype) if module is embedding else _Absent()
             parent, _, child = name.rpartition(".")

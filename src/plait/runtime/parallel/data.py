@@ -3,9 +3,10 @@
     buffers   [ head | norm | block 7 ][ block 6 | block 5 ] ...     in the order in which backward finishes them
     backward of the last microbatch:  ready ready ready -> sum of bucket 0 starts, backward goes on into block 6
 
-Each gradient is a view of its bucket, so nothing is copied. Buckets leave in one fixed order, the same on every rank, so
-that collectives always meet; a parameter that got no gradient counts as zero when the step ends. Which parts share a
-bucket is decided in design/sharding.py. Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.
+Each gradient is a view of its bucket, so nothing is copied (but bf16 gradients are added to their fp32 view). Buckets
+leave in one fixed order, the same on every rank, so that collectives always meet; a parameter that got no gradient counts
+as zero when the step ends. Which parts share a bucket is decided in design/sharding.py. Li et al., "PyTorch Distributed",
+VLDB 2020, section 3.2.
 """
 
 from __future__ import annotations

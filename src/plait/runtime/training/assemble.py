@@ -7,7 +7,7 @@ import torch
 from ...design.layout import Layout
 from ...design.plan import Plan, validate
 from ...design.schedule import FORWARD_ONLY, Schedule, check, lower, make
-from ...design.sharding import Part, Sharding, buckets, shard
+from ...design.sharding import Part, buckets, shard
 from ...design.styles import style
 from ..comm.world import Group, World
 from ..hf.read import Model, read
@@ -48,8 +48,12 @@ def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = 
 
     # plait owns the loss: it reads the head's cut logits.
     last = stage_index == plan.pp - 1
-    start = _first_row(_head(model, sharding), world)
-    stage = Stage(stage_index, body.forward, (lambda x, y: loss.cross_entropy(x, y, tp, start=start)) if last else None)
+    head = sharding.part(f"{model.facts.head}.weight").compute
+    start = _first_row(head, world)
+    over = world.group(*head.cut_axes) if head.cut_axes else world.alone
+    stage = Stage(
+        stage_index, body.forward, (lambda x, y: loss.cross_entropy(x, y, over, start=start)) if last else None
+    )
 
     # Gradients live in buckets, which are reduced while backward goes on.
     item = torch.empty((), dtype=accumulate).element_size()
@@ -85,16 +89,10 @@ def _split_over_tp(
             module = body.module.get_submodule(fact.module)
             row = style(fact.style, fact.module)
             # The head's output stays cut: the loss reads it so.
-            is_head = module is body.module.get_output_embeddings()
+            is_head = fact.module == model.facts.head
             start = _first_row(part.compute, world)
             tensor.split(module, row, group, shared, start=start, gather=not is_head)
     return shared
-
-
-def _head(model: Model, sharding: Sharding) -> Layout:
-    """The layout of the head's weight: the last matrix of the model whose rows are the vocabulary."""
-    rows = model.facts.vocabulary
-    return next(part.compute for part in reversed(sharding.parts) if part.compute.shape[0] == rows)
 
 
 def _first_row(layout: Layout, world: World) -> int:
