@@ -55,9 +55,9 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     _have_standard_files()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        # Under nohup a hang-up is ignored, and stays so.
-        if signal.getsignal(number) is signal.SIG_DFL:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # What was ignored stays so: a hang-up under nohup, Ctrl-C in a shell's background job.
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _end_by)
     code = _close_output(_run())
     if code and "torch.distributed" in sys.modules:
@@ -93,8 +93,6 @@ def _run() -> int:
         return result if isinstance(result, int) else 0
     except PlanError as error:
         return _end(str(error), 2)
-    except (typer.Abort, KeyboardInterrupt):
-        return _end("interrupted; all ranks are ended.", 130)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 70
         if code > 128:
@@ -113,7 +111,7 @@ def _unexpected(error: Exception) -> int:
             print(error.format_message(), file=sys.stderr)
             return int(error.exit_code)
         usage = f" See: {context.command_path} --help" if context is not None else ""
-        return _end(f"{error.format_message()}{usage}", error.exit_code)
+        return _end(f"{error.format_message().rstrip('.')}.{usage}", error.exit_code)
     if type(error).__name__ == "RankError":
         _trace(getattr(error, "trace", ""))
         return _end(str(error), getattr(error, "code", 3))
@@ -128,6 +126,8 @@ def _trace(text: str) -> None:
 
 
 def _end(sentence: str, code: int) -> int:
+    # A path may hold a newline, or the codes that make a terminal misbehave.
+    sentence = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in sentence)
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     with contextlib.suppress(OSError):

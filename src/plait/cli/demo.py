@@ -10,7 +10,7 @@ from .train import train
 
 PLAN = {
     "model": "llama-10m", "data": "stdlib", "tokenizer": "bytes", "ranks": 8, "dp": 2, "tp": 2, "pp": 2,
-    "schedule": "1f1b", "microbatches": 4, "steps": 100, "seq": 256, "batch": 8, "lr": 3e-3, "warmup": 10, "seed": 7,
+    "schedule": "1f1b", "microbatches": 4, "steps": 200, "seq": 128, "batch": 8, "lr": 3e-3, "warmup": 15, "seed": 7,
 }  # fmt: skip
 
 
