@@ -100,7 +100,7 @@ class Driver:
         self.home = home
         env = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
         env |= {"HOME": str(home), "TRANSFORMERS_VERBOSITY": "error", "OPENBLAS_NUM_THREADS": "1"}
-        env |= {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+        env |= {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         env.pop("PLAIT_DEBUG", None)
         self.env = env
         self._count = 0

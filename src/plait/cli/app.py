@@ -54,14 +54,17 @@ def main() -> None:
     os.environ.setdefault("MKL_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # When one rank ends early, torch's store would warn from every other with pages of addresses.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     _have_standard_files()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # What was ignored stays so: a hang-up under nohup, Ctrl-C in a shell's background job.
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _end_by)
     code = _close_output(_run())
-    if code and "torch.distributed" in sys.modules:
-        # A launcher's rank that failed still has threads that talk to the others; the interpreter would wait for them.
+    if "torch" in sys.modules:
+        # torch takes the better part of a second to be taken down, and a launcher's rank that failed has threads that
+        # still talk to the others, for which the interpreter would wait.
         with contextlib.suppress(OSError):
             sys.stderr.flush()
         os._exit(code)
@@ -87,6 +90,10 @@ def _have_standard_files() -> None:
 
 
 def _run() -> int:
+    try:
+        os.getcwd()
+    except OSError:
+        return _end("the current directory is gone: change to one that is there.", 2)
     try:
         # The command object keeps typer's own errors (unknown option, missing argument) readable and with suggestions.
         result: Any = app(standalone_mode=False)

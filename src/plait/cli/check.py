@@ -15,6 +15,8 @@ from .limits import refuse_memory
 from .terminal import Terminal
 
 STEPS = 3
+SHOWN = 8
+"""Failing rows of one quantity that are listed; the rest are counted."""
 
 
 def check(given: Values) -> int:
@@ -71,7 +73,7 @@ def check(given: Values) -> int:
 
 
 def verdict_table(rows: list) -> Table:  # type: ignore[type-arg]
-    """The worst row of each quantity, and every row that fails."""
+    """The worst row of each quantity, and the rows that fail."""
     from ..check.compare import summary
 
     table = Table(title="layout against one process, wide (fp64)", title_justify="left", pad_edge=False, box=None)
@@ -86,9 +88,13 @@ def verdict_table(rows: list) -> Table:  # type: ignore[type-arg]
     for quantity, worst in summary(rows).items():
         count = sum(row.quantity == quantity for row in rows)
         failing = [row for row in rows if row.quantity == quantity and not (row.passes and row.deviation >= 0)]
-        for row in failing[:8] or [worst]:
+        # What no rank holds first, then the worst first.
+        failing.sort(key=lambda row: (row.deviation >= 0, -row.relative))
+        for row in failing[:SHOWN] or [worst]:
             mark = "equal" if not failing else "DIFFERS" if row.deviation >= 0 else "HELD BY NO RANK"
             table.add_row(quantity, str(count), row.name, f"{row.relative:.1e}", mark)
+        if len(failing) > SHOWN:
+            table.add_row(quantity, str(count), f"and {len(failing) - SHOWN} more", "", "DIFFER")
     return table
 
 

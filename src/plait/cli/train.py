@@ -30,7 +30,7 @@ def train(
     prompt: str = typer.Option("def ", help="What the text begins with."),
 ) -> int:
     """Train MODEL, laid over the ranks that the degrees describe."""
-    from ..runtime.comm.nursery import in_place, launch, refuse_too_many
+    from ..runtime.comm.nursery import alone, in_place, launch, refuse_too_many
     from ..runtime.comm.world import Rendezvous
     from ..runtime.data.batches import global_batches
     from ..runtime.data.tokens import prepare
@@ -52,7 +52,7 @@ def train(
     def tokenise() -> None:
         # In a process of its own: tokenising starts threads, and what is wrong with the text is said before any rank
         # starts.
-        launch(lambda _: prepare(plan, model.facts.vocabulary).description, 1)
+        alone(lambda: prepare(plan, model.facts.vocabulary).description, "The tokenizer")
 
     if here is not None:
         # Rank 0 alone writes: another rank may look when it has already begun, or stand on another machine.
@@ -94,6 +94,13 @@ def _refuse_unspeakable(prompt: str) -> None:
         prompt.encode()
     except UnicodeEncodeError:
         raise PlanError(f"--prompt {prompt!r} is not text in UTF-8.") from None
+
+
+def _printable(text: str) -> str:
+    """Without the bytes that a model draws and a terminal obeys."""
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
 
 
 def _folder(out: Path | None, plan: Plan) -> Path:
@@ -180,7 +187,7 @@ def _rank(
         traffic = measure.traffic(world, expected)  # first: what follows moves bytes of its own
         timeline = measure.timeline(run)
         start = corpus.tokenizer.encode(prompt) or [corpus.tokenizer.end]
-        text = corpus.tokenizer.decode(start + draw(run, start, sample)) if sample else ""
+        text = _printable(corpus.tokenizer.decode(start + draw(run, start, sample))) if sample else ""
         if view:
             view.closing(run.pipeline.schedule, timeline, expected, traffic, rows, text, folder)
     return True

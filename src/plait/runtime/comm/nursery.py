@@ -13,6 +13,7 @@ import ctypes
 import json
 import os
 import re
+import resource
 import select
 import signal
 import socket
@@ -22,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -41,6 +43,7 @@ HELD = {*PARENT_ONLY, signal.SIGTERM}
 _LOST = re.compile(
     r"connection (was likely )?(closed|reset|refused)|broken pipe|got 0 bytes|remote peer", re.IGNORECASE
 )
+_PLACE = re.compile(r"^\s*\[[^\]]*\.(cc|cpp|h|hpp):\d+\]")
 _LATE = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
 
 
@@ -87,6 +90,19 @@ def refuse_too_many(ranks: int) -> None:
         )
 
 
+def _have_files_for(ranks: int) -> None:
+    """Every rank holds a few sockets to every other. torch ends the process where it cannot have one."""
+    needed = 64 + 8 * ranks
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise PlanError(
+                f"This system allows {hard} open files, and {ranks} ranks need {needed}: raise it with ulimit -n, or use "
+                f"fewer ranks."
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
 def launch(main: Callable[[Rendezvous], Any], ranks: int, *, helpers: tuple[Callable[[], Any], ...] = ()) -> list[Any]:
     """Runs `main(rendezvous)` in `ranks` forked processes and returns what each returned (JSON values), by rank.
 
@@ -95,6 +111,32 @@ def launch(main: Callable[[Rendezvous], Any], ranks: int, *, helpers: tuple[Call
     output is gone, `RankError` otherwise.
     """
     refuse_too_many(ranks)
+    _have_files_for(ranks)
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def rank(number: int) -> Any:
+            if number:
+                listener.close()
+            fd = None if number else listener.fileno()
+            return main(Rendezvous(number, ranks, LOOPBACK, port, number, True, fd))
+
+        def helper(number: int) -> Any:
+            listener.close()
+            return helpers[number]()
+
+        jobs: list[tuple[str, Callable[[], Any]]] = [(f"Rank {n}", partial(rank, n)) for n in range(ranks)]
+        jobs += [("The reference process", partial(helper, n)) for n in range(len(helpers))]
+        return _forked(jobs, started=listener.close)[:ranks]
+
+
+def alone(main: Callable[[], Any], name: str) -> Any:
+    """Runs `main()`, which is no rank, in one forked process; `name` is what a failure calls it."""
+    return _forked([(name, main)])[0]
+
+
+def _forked(jobs: list[tuple[str, Callable[[], Any]]], *, started: Callable[[], None] = lambda: None) -> list[Any]:
+    """Runs every job in a process of its own, and calls `started` when all are under way."""
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else threading.active_count()
     if threads != 1:
         raise PlanError(
@@ -103,24 +145,16 @@ def launch(main: Callable[[Rendezvous], Any], ranks: int, *, helpers: tuple[Call
         )
     _flush()
     children: list[_Child] = []
-    listener = socket.create_server((LOOPBACK, 0))
-    port = listener.getsockname()[1]
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
-        for number in range(ranks + len(helpers)):
-            if number < ranks:
-                fd = None if number else listener.fileno()
-                meeting = Rendezvous(number, ranks, LOOPBACK, port, number, True, fd)
-                _fork(children, f"Rank {number}", lambda: main(meeting), None if number else listener)  # noqa: B023
-            else:
-                _fork(children, "The reference process", helpers[number - ranks], None)
-        listener.close()
+        for name, main in jobs:
+            _fork(children, name, main)
+        started()
         _watch(children)
-        return [(child.report() or {})["result"] for child in children[:ranks]]
+        return [(child.report() or {})["result"] for child in children]
     finally:
         with _signals_held():
             _end(children)
-        listener.close()
         signal.signal(signal.SIGTERM, before)
 
 
@@ -146,8 +180,8 @@ def _signals_held() -> Iterator[set[signal.Signals]]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _fork(children: list[_Child], name: str, main: Callable[[], Any], keeps: socket.socket | None) -> None:
-    """Adds a child that runs `main`. Only the child that `keeps` the listening socket holds it open."""
+def _fork(children: list[_Child], name: str, main: Callable[[], Any]) -> None:
+    """Adds a child that runs `main`."""
     parent = os.getpid()
     try:
         pipe, child_end = os.pipe()
@@ -197,7 +231,8 @@ def _child(main: Callable[[], Any], pipe: int, parent: int, held: set[signal.Sig
 def _account(error: BaseException) -> dict[str, Any]:
     """What a rank says of its failure: the exit code, the words, and whether it only lost sight of another rank."""
     text = str(error)
-    first = next((line.strip() for line in text.splitlines() if line.strip()), "").rstrip(".")
+    # The first line, without the place in a C++ file that torch and Gloo put in front.
+    first = next((_PLACE.sub("", line).strip() for line in text.splitlines() if line.strip()), "").rstrip(".")
     code, message, lost = 3, f"{type(error).__name__}: {first}" if first else type(error).__name__, False
     if isinstance(error, PlanError):
         code, message = 2, text
