@@ -283,7 +283,6 @@ def test_a_name_with_a_newline_stays_in_one_line(refused: Refusals) -> None:
         ({"tie_word_embeddings": True}, "set tie_word_embeddings to false in its config.json."),
         ({"attention_dropout": 0.1}, "set it to 0 in its config.json."),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "remove quantization_config"),
-        ({"pad_token_id": 0}, "set it to null in its config.json"),
         ({"return_dict": False}, "remove it from its config.json."),
         ({"output_hidden_states": True}, "remove it from its config.json."),
     ],

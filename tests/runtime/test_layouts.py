@@ -106,6 +106,12 @@ def test_odd_sizes(nursery: Nursery, tiny: Models) -> None:
     assert_equal(nursery, model=model, tp=2, pp=2, dp=2, batch=8, microbatches=2)
 
 
+@pytest.mark.parametrize("token", [5, 90])
+def test_a_padding_token_learns_in_no_layout(nursery: Nursery, tiny: Models, token: int) -> None:
+    """Its row of the embedding gets no gradient, whichever tp rank holds it."""
+    assert_equal(nursery, model=tiny(pad_token_id=token), tp=2, dp=2, batch=8, microbatches=2)
+
+
 def test_small_buckets(nursery: Nursery, tiny: Models) -> None:
     """A bucket per tensor, and tensors larger than a bucket."""
     assert_equal(nursery, model=tiny(), dp=4, batch=8, microbatches=2, bucket_mb=0.001)

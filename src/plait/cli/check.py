@@ -15,20 +15,20 @@ from .limits import refuse_memory
 from .terminal import Terminal
 
 STEPS = 3
+DEFAULTS = {"steps": STEPS, "seq": 64}
+MEANINGLESS = ("data", "tokenizer", "epochs", "compute")
+"""Fields that a comparison does not read: it draws its own tokens and computes in fp64."""
 SHOWN = 8
 """Failing rows of one quantity that are listed; the rest are counted."""
 
 
 def check(given: Values) -> int:
     """Compare loss, every gradient, the gradient norm and every weight after 3 AdamW steps with one process."""
-    given = {"steps": STEPS, **given}
-    plan, origin = resolve(given)
+    plan, origin = resolve(given, DEFAULTS)
     named(origin, "check")
     if origin["batch"] == "default":
         # Four rows a microbatch unless told otherwise: one of each awkward kind.
         plan = plan.model_copy(update={"batch": 4 * plan.dp * plan.microbatches})
-    if origin["seq"] == "default":
-        plan = plan.model_copy(update={"seq": 64})
     begin = time.perf_counter()
 
     from ..check.batches import awkward_batches
@@ -99,4 +99,4 @@ def verdict_table(rows: list) -> Table:  # type: ignore[type-arg]
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command("check")(takes_plan(check))
+    app.command("check")(takes_plan(check, defaults=DEFAULTS | {"batch": "4 x dp x microbatches"}, without=MEANINGLESS))

@@ -18,9 +18,11 @@ from .limits import refuse_sizes
 Values = dict[str, Any]
 
 
-def takes_plan(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives `command(given, **own)` one flag per field of the plan; `given` holds the values that were written, with
-    `config` among them."""
+def takes_plan(
+    command: Callable[..., Any], *, defaults: Values | None = None, without: tuple[str, ...] = ()
+) -> Callable[..., Any]:
+    """Gives `command(given, **own)` one flag per field of the plan but those `without` a meaning for it; `given` holds
+    the values that were written, with `config` among them. `defaults` are shown in place of the plan's own."""
 
     signature = inspect.signature(command, eval_str=True)
     own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in list(signature.parameters.values())[1:]]
@@ -30,19 +32,20 @@ def takes_plan(command: Callable[..., Any]) -> Callable[..., Any]:
         given = {name: value for name, value in arguments.items() if value is not None}
         return command(given, **extra)
 
-    parameters = [_flag(name, field) for name, field in Plan.model_fields.items()]
+    shown = {name: field.default for name, field in Plan.model_fields.items() if name not in without} | (defaults or {})
+    parameters = [_flag(name, Plan.model_fields[name], default) for name, default in shown.items()]
     parameters.append(_keyword("config", Path, typer.Option(None, help="A TOML file with the same names; flags win.")))
     with_flags.__signature__ = inspect.Signature([*parameters, *own])  # type: ignore[attr-defined]
     with_flags.__doc__ = command.__doc__
     return with_flags
 
 
-def _flag(name: str, field: Any) -> inspect.Parameter:
+def _flag(name: str, field: Any, default: Any) -> inspect.Parameter:
     kind = str if get_origin(field.annotation) is not None else field.annotation
     if name == "model":
         return _keyword(name, kind, typer.Argument(None, help=field.description, show_default=False))
     names = ["-n", "--ranks"] if name == "ranks" else [f"--{name.replace('_', '-')}"]
-    text = f"{field.description} [default: {field.default}]"
+    text = f"{field.description} [default: {default}]"
     return _keyword(name, kind, typer.Option(None, *names, help=text, show_default=False))
 
 

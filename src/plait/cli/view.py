@@ -40,7 +40,7 @@ class View:
     def opening(self) -> None:
         plan, facts = self._plan, self._facts
         self._console.print(
-            f"{plan.model} ({facts.family}, {facts.elements / 1e6:.1f} M parameters, {facts.blocks} blocks) over "
+            f"{plan.model} ({facts.family}, {facts.elements / 1e6:.1f} M random parameters, {facts.blocks} blocks) over "
             f"{plan.world} ranks: {plan.mesh}, {plan.schedule}, {plan.microbatches} microbatches of "
             f"{plan.microbatch_rows} x {plan.seq} tokens",
             soft_wrap=True,

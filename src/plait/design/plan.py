@@ -25,9 +25,11 @@ class Plan(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, strict=True, allow_inf_nan=False)
 
-    model: str = Field("llama-tiny", description="A preset, a directory with a config.json, or a hub id.")
+    model: str = Field("llama-tiny", min_length=1, description="A preset, a directory with a config.json, or a hub id.")
     data: str = Field(
-        "stdlib", description="A text file, a directory of text files, or 'stdlib' (Python's own sources)."
+        "stdlib",
+        min_length=1,
+        description="A text file, a directory of text files, or 'stdlib' (Python's own sources).",
     )
     tokenizer: Literal["bpe", "bytes"] = Field("bpe", description="BPE trained once on the data, or plain bytes.")
     ranks: int = Field(0, ge=0, description="How many ranks; 0: dp x tp x pp.")
@@ -161,8 +163,15 @@ def sequence_fits(plan: Plan, facts: ModelFacts) -> str | None:
     return f"seq {plan.seq} is longer than the {have} positions of this model: set seq {have} or less."
 
 
+def warm_up_ends(plan: Plan, facts: ModelFacts) -> str | None:
+    if plan.epochs or plan.warmup <= plan.steps:
+        return None
+    return f"warmup {plan.warmup} is longer than the run of steps {plan.steps}: set warmup {plan.steps} or less."
+
+
 RULES: tuple[Rule, ...] = (
     degrees_make_the_ranks, schedule_is_known, batch_divides, blocks_fill_stages, tensors_divide, sequence_fits,
+    warm_up_ends,
 )  # fmt: skip
 
 

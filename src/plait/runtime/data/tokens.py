@@ -88,6 +88,8 @@ def documents(data: str) -> list[Path]:
         beside = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
         hint = nearest(path.name, ["stdlib", *beside])
         raise PlanError(f"There is no file or directory {data}.{hint} Name a text file, a directory, or 'stdlib'.")
+    if not path.is_file():
+        raise PlanError(f"{data} is neither a file nor a directory (a pipe or a device): name a text file.")
     head = _head(path)
     if b"\0" in head:
         raise PlanError(f"{data} is not text: its first {len(head)} bytes hold NUL bytes. Name a file in UTF-8.")
@@ -146,6 +148,7 @@ def prepare(plan: Plan, vocabulary: int, *, cache: Path | None = None) -> Corpus
         if corpus is None:
             for stale in (entry, scratch):
                 shutil.rmtree(stale, ignore_errors=True)
+                stale.unlink(missing_ok=True)  # a plain file, which no one here wrote
             scratch.mkdir()
             _build(paths, kind, vocabulary, scratch)
             scratch.rename(entry)

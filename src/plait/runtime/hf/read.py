@@ -178,12 +178,6 @@ def _refuse_what_is_not_proven(model: str, config: Any) -> None:
             f"{model} has quantised weights, which this version does not train: remove quantization_config from its "
             f"config.json."
         )
-    if config.pad_token_id is not None:
-        # nn.Embedding then gives that row no gradient, which an embedding cut over tp does not do.
-        raise PlanError(
-            f"{model} has pad_token_id {config.pad_token_id}, whose row of the embedding would learn in some layouts and "
-            f"not in others: set it to null in its config.json (plait pads without a token)."
-        )
     for key, wanted in (("return_dict", True), ("output_attentions", False), ("output_hidden_states", False)):
         if getattr(config, key, wanted) is not wanted:
             raise PlanError(f"{model} has {key} {getattr(config, key)}: remove it from its config.json.")

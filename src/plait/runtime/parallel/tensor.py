@@ -73,10 +73,14 @@ def _linear(module: nn.Module, row: Style, group: Group, shared: SharedInput, ga
 
 
 def _embedding(module: nn.Embedding, group: Group, start: int) -> Forward:
+    padding = None if module.padding_idx is None else module.padding_idx - start
+
     def forward(tokens: Tensor) -> Tensor:
         local = tokens - start
         elsewhere = (local < 0) | (local >= module.weight.shape[0])
-        rows = F.embedding(local.masked_fill(elsewhere, 0), module.weight)
+        # The padding token's row gets no gradient, on the rank that holds it.
+        own = padding if padding is not None and 0 <= padding < module.weight.shape[0] else None
+        rows = F.embedding(local.masked_fill(elsewhere, 0), module.weight, padding_idx=own)
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
         return differentiable.sum(rows, group, why="row-parallel output")
 
