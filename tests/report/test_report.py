@@ -53,8 +53,8 @@ def cells(drawn: RenderableType) -> list[list[str]]:
 def test_small_timeline_to_the_character() -> None:
     assert lines(timeline.draw(play("1f1b", 2, 2), width=34, title="small"), 34)[:3] == [
         "small: bubble 33.3%, 9 units",
-        "rank 0 0─1─····█0██··█1██  33.3%",
-        "rank 1 ··0─█0██1─█1██····  33.3%",
+        "pp 0 0─1─····█0██··█1██  33.3%",
+        "pp 1 ··0─█0██1─█1██····  33.3%",
     ]
 
 
@@ -65,9 +65,9 @@ def test_measured_seconds_are_scaled_and_reductions_drawn_below_computation() ->
         Span(0, Action(Kind.BACKWARD, 0, 12), 0.2, 0.4),
         Span(0, Action(Kind.REDUCE, 0, 12), 0.35, 0.5),
     )
-    shown = lines(timeline.draw(Timeline(1, spans), width=34, title="measured"), 34)
+    shown = lines(timeline.draw(Timeline(1, spans), width=32, title="measured"), 32)
     assert shown[0] == "measured: bubble 40.0%, 500 ms"
-    assert shown[1] == "rank 0 12──····█12█████RRRR  40.0%"
+    assert shown[1] == "pp 0 12──····█12█████RRRR  40.0%"
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
@@ -83,7 +83,7 @@ def test_bubble_is_the_textbooks_and_lines_fit(name: str, p: int, m: int, width:
 
 def test_every_number_fits_into_its_own_block() -> None:
     row = lines(timeline.draw(play("gpipe", 2, 3), width=100, title=""), 100)[1].split("  ")[0]
-    assert [row.removeprefix("rank 0").count(str(m)) for m in (0, 1, 2)] == [2, 2, 2]  # a forward and a backward each
+    assert [row.removeprefix("pp 0").count(str(m)) for m in (0, 1, 2)] == [2, 2, 2]  # a forward and a backward each
 
 
 def test_pair_shares_one_scale_only_between_two_clocks_of_seconds() -> None:
@@ -102,13 +102,13 @@ def test_pair_shares_one_scale_only_between_two_clocks_of_seconds() -> None:
 
 def test_grid_of_slots_in_bands() -> None:
     assert lines(timeline.table(make("1f1b", 2, 2), width=80)) == [
-        "slot   0  1  2  3  4  5",
-        "rank 0 F0 F1 ·  B0 ·  B1",
-        "rank 1 ·  F0 B0 F1 B1 ·",
+        "slot 0  1  2  3  4  5",
+        "pp 0 F0 F1 ·  B0 ·  B1",
+        "pp 1 ·  F0 B0 F1 B1 ·",
     ]
-    bands = lines(timeline.table(make("1f1b", 2, 2), width=16))
-    assert bands[:3] == ["slot   0  1  2", "rank 0 F0 F1 ·", "rank 1 ·  F0 B0"]
-    assert bands[4:] == ["slot   3  4  5", "rank 0 B0 ·  B1", "rank 1 F1 B1 ·"]
+    bands = lines(timeline.table(make("1f1b", 2, 2), width=14))
+    assert bands[:3] == ["slot 0  1  2", "pp 0 F0 F1 ·", "pp 1 ·  F0 B0"]
+    assert bands[4:] == ["slot 3  4  5", "pp 0 B0 ·  B1", "pp 1 F1 B1 ·"]
 
 
 def test_svg_has_one_rectangle_a_computation_and_names_its_bubble() -> None:
@@ -123,7 +123,7 @@ def test_svg_has_one_rectangle_a_computation_and_names_its_bubble() -> None:
     assert [len(found) for found in widths.values()] == [1, 1]
     words = [text.text for text in root.iter(f"{SVG}text")]
     assert "bubble 27.3%, 33 units" in words
-    assert [f"rank {rank}" in words for rank in range(4)] == [True] * 4
+    assert [f"pp {rank}" in words for rank in range(4)] == [True] * 4
 
 
 def test_svg_of_a_layout_names_the_ranks_of_each_slice() -> None:

@@ -60,7 +60,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # What was ignored stays so: a hang-up under nohup, Ctrl-C in a shell's background job.
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-            signal.signal(number, _end_by)
+            signal.signal(number, _end_at_once)
     code = _close_output(_run())
     if "torch" in sys.modules:
         # torch takes the better part of a second to be taken down, and a launcher's rank that failed has threads that
@@ -71,8 +71,12 @@ def main() -> None:
     sys.exit(code)
 
 
-def _end_by(number: int, frame: object) -> NoReturn:
-    raise SystemExit(128 + number)
+def _end_at_once(number: int, frame: object) -> NoReturn:
+    """Until ranks run there is nothing to clean up, and an exception raised here may be swallowed by the import that it
+    interrupts. While they run, comm/nursery.py ends them first."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"plait: ended by {signal.Signals(number).name}.\n".encode())
+    os._exit(128 + number)
 
 
 def _have_standard_files() -> None:

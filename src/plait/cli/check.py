@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from ..design.errors import PlanError
+from ..report.words import counted
 from .flags import Values, named, resolve, takes_plan
 from .limits import refuse_memory
 from .terminal import Terminal
@@ -61,7 +62,7 @@ def check(given: Values) -> int:
     console = Terminal()
     console.print(verdict_table(rows))
     worst: Row = max(rows, key=lambda row: row.relative)
-    layout = f"{model.name} over {plan.mesh}, {plan.schedule}, {plan.microbatches} microbatches"
+    layout = f"{model.name} over {plan.mesh}, {plan.schedule}, {counted(plan.microbatches, 'microbatch')}"
     good = passed(rows)
     word = "equals" if good else "DIFFERS from"
     console.print(

@@ -20,9 +20,10 @@ from ..design.simulate import simulate
 from ..report import sharding as sharding_report
 from ..report import timeline as timeline_report
 from ..report import traffic as traffic_report
-from ..report.words import size
+from ..report.words import counted, size
 from ..runtime.data.tokens import Corpus
 from ..runtime.training.step import Report
+from .check import verdict_table
 from .terminal import Terminal
 
 predicted = traffic
@@ -41,7 +42,7 @@ class View:
         plan, facts = self._plan, self._facts
         self._console.print(
             f"{plan.model} ({facts.family}, {facts.elements / 1e6:.1f} M random parameters, {facts.blocks} blocks) over "
-            f"{plan.world} ranks: {plan.mesh}, {plan.schedule}, {plan.microbatches} microbatches of "
+            f"{counted(plan.world, 'rank')}: {plan.mesh}, {plan.schedule}, {counted(plan.microbatches, 'microbatch')} of "
             f"{plan.microbatch_rows} x {plan.seq} tokens",
             soft_wrap=True,
         )
@@ -49,7 +50,12 @@ class View:
         self._console.print(sharding_report.table(shard(facts, plan), plan))
 
     def proof(self, rows: list[Row]) -> None:
-        self._console.print(proof_line(rows), soft_wrap=True)
+        """Before training: in a word when the layout is right (the closing says how far), else with what departs."""
+        if passed(rows):
+            self._console.print("proof: equal to one process", soft_wrap=True)
+        else:
+            self._console.print(verdict_table(rows))
+            self._console.print(proof_line(rows), soft_wrap=True)
 
     def step(self, report: Report) -> None:
         self._seen.append(report)

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 
 AXES = ("pp", "dp", "tp")
-"""Every axis that a plan may set, in the order in which they are printed and laid out."""
+"""Every axis that a plan sets, in the order in which they are printed and laid out."""
 
 
 @dataclass(frozen=True)

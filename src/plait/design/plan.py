@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from .errors import PlanError, divisors, listed, nearest
 from .facts import ModelFacts
 from .layout import balanced
-from .mesh import Mesh
+from .mesh import AXES, Mesh
 from .schedule import make
 from .styles import STYLES, style
 
@@ -58,7 +58,7 @@ class Plan(BaseModel):
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh((("pp", self.pp), ("dp", self.dp), ("tp", self.tp)))
+        return Mesh(tuple((axis, getattr(self, axis)) for axis in AXES))
 
     @property
     def world(self) -> int:
@@ -67,6 +67,10 @@ class Plan(BaseModel):
     @property
     def microbatch_rows(self) -> int:
         return self.batch // (self.dp * self.microbatches)
+
+    @property
+    def bucket_bytes(self) -> int:
+        return int(self.bucket_mb * 2**20)
 
     def __init__(self, *, source: str = "the plan", **values: Any) -> None:
         """Unknown keys and impossible values are a `PlanError`: one sentence that begins with `source`."""

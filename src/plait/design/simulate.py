@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .records import Span, Timeline
-from .schedule import Action, Kind, Schedule
-from .schedule.play import play
+from .schedule import Action, Schedule
+from .schedule.play import play, unit_seconds
 
 Seconds = Callable[[Action], float]
-
-
-def unit_seconds(action: Action) -> float:
-    """The textbook's clock: a forward takes 1, a backward 2, everything else nothing."""
-    return {Kind.FORWARD: 1, Kind.BACKWARD: 2}.get(action.kind, 0)
 
 
 def simulate(schedule: Schedule, seconds: Seconds = unit_seconds) -> Timeline:

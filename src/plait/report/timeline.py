@@ -1,10 +1,10 @@
 """A timeline as a chart in characters or as SVG, and a schedule as a grid of slots.
 
-    rank 0 0─1─····█0██··█1██  33.3%      0─    forward of microbatch 0      · idle or waiting
-    rank 1 ··0─█0██1─█1██····  33.3%      █0██  its backward                 R gradient sum over dp
+    pp 0 0─1─····█0██··█1██  33.3%      0─    forward of microbatch 0      · idle or waiting
+    pp 1 ··0─█0██1─█1██····  33.3%      █0██  its backward                 R gradient sum over dp
 
-One row a pipeline rank, time from left to right, the bubble of the rank on the right. Predicted and measured timelines
-are one type, so one function draws both. Sends, receives and waits are not drawn: a wait is idle time.
+One row a stage, time from left to right, the bubble of the stage on the right. Predicted and measured timelines are one
+type, so one function draws both. Sends, receives and waits are not drawn: a wait is idle time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def draw_pair(simulated: Timeline, measured: Timeline, width: int) -> Renderable
 
 
 def _chart(timeline: Timeline, width: int, title: str, length: float, *, legend: bool = True) -> Text:
-    names = [f"rank {rank} " for rank in range(timeline.ranks)]
+    names = [f"pp {rank} " for rank in range(timeline.ranks)]
     label = max(map(len, names), default=0)
     columns = max(1, width - label - MARGIN)
     if in_units(timeline) and 0 < length <= columns:
@@ -89,13 +89,13 @@ def _block(span: Span, columns: int) -> list[tuple[str, str]]:
 
 def _legend(timeline: Timeline) -> Text:
     legend = Text()
-    drawn = {span.action.kind for span in timeline.spans}
+    drawn = {span.action.kind for span in timeline.spans if span.end > span.start}
     for kind in (kind for kind in NAMES if kind in drawn):
         sample = Span(0, Action(kind, 0, 0), 0, 0)
         legend.append_text(Text.assemble(*_block(sample, 1 if kind is Kind.REDUCE else 2)))
         legend.append(f" {LEGEND[kind]}  ")
     legend.append(IDLE, style="dim")
-    legend.append(" idle  % bubble of the rank")
+    legend.append(" idle  % bubble of the stage")
     return legend
 
 
@@ -110,7 +110,7 @@ def table(schedule: Schedule, *, width: int = 80) -> Text:
         if action.kind.lane == "compute"
     }
     count = 1 + max((slot for _, slot in slots), default=-1)
-    names = [f"rank {rank} " for rank in range(schedule.ranks)]
+    names = [f"pp {rank} " for rank in range(schedule.ranks)]
     label = max(map(len, names), default=0)
     cell = 1 + max(map(len, slots.values()), default=1)
     band = max(1, (width - label) // cell)
@@ -157,7 +157,7 @@ def _panel(timeline: Timeline, top: float, length: float) -> list[str]:
     rows: list[str] = []
     for rank in range(timeline.ranks):
         y = top + ROW * rank
-        rows.append(drawing.text(left - 10, y + 16, f"rank {rank}", "end"))
+        rows.append(drawing.text(left - 10, y + 16, f"pp {rank}", "end"))
         rows.append(drawing.rect(left, y, end - left, ROW - 4, "idle"))
         rows.append(drawing.text(end + 8, y + 16, percent(rank_bubble(timeline, rank))))
     blocks: list[str] = []
@@ -175,7 +175,7 @@ def _panel(timeline: Timeline, top: float, length: float) -> list[str]:
 def _key(kinds: list[Kind], top: float) -> list[str]:
     x = float(CHART[0])
     elements: list[str] = []
-    for name, words in [*((NAMES[kind], LEGEND[kind]) for kind in kinds), ("idle", "idle; % bubble of the rank")]:
+    for name, words in [*((NAMES[kind], LEGEND[kind]) for kind in kinds), ("idle", "idle; % bubble of the stage")]:
         elements += [drawing.rect(x, top, 14, 14, name), drawing.text(x + 20, top + 11, words)]
         x += 46 + 6.5 * len(words)
     return elements

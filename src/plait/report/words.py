@@ -17,6 +17,11 @@ def size(count: float) -> str:
     return f"{value:.1f} TiB"
 
 
+def counted(number: int, noun: str) -> str:
+    """'1 rank', '2 ranks', '4 microbatches'."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
+
+
 def percent(share: float) -> str:
     return f"{100 * share:.1f}%"
 

@@ -25,9 +25,9 @@ ELEMENT = {"fp32": 4, "bf16": 2}
 GRADIENT_ELEMENT = 4
 
 
-def traffic(plan: Plan, facts: ModelFacts, *, element: int | None = None, wide: bool = False) -> list[Traffic]:
+def traffic(plan: Plan, facts: ModelFacts, *, wide: bool = False) -> list[Traffic]:
     """One row per (rank, axis, why, operation) for one step; `wide` counts fp64 throughout, as the checker runs."""
-    compute = 8 if wide else element or ELEMENT[plan.compute]
+    compute = 8 if wide else ELEMENT[plan.compute]
     accumulate = 8 if wide else GRADIENT_ELEMENT
     sharding = shard(facts, plan)
     rows: list[Traffic] = []
@@ -88,7 +88,7 @@ def _data(plan: Plan, sharding: Sharding, rank: int, item: int) -> Iterator[Traf
         return
     stage = plan.mesh.coordinate(rank)["pp"]
     parts = sharding.on_stage(stage)
-    groups = buckets(parts, plan.mesh, rank, int(plan.bucket_mb * 2**20), item)
+    groups = buckets(parts, plan.mesh, rank, plan.bucket_bytes, item)
     payload = 0
     for part in parts:
         box = part.grad.box(plan.mesh, rank)

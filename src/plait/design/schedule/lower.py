@@ -13,18 +13,17 @@ A receive is posted when the tensor is sent, or as soon after as the rank is fre
 from __future__ import annotations
 
 from .action import Action, Kind, Schedule, partner
-from .play import play
+from .play import play, unit_seconds
 
 _SENDS = {Kind.FORWARD: Kind.SEND_ACTIVATION, Kind.BACKWARD: Kind.SEND_GRADIENT}
 _WAITS = {Kind.FORWARD: Kind.WAIT_ACTIVATION, Kind.BACKWARD: Kind.WAIT_GRADIENT}
-_UNIT = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}
 
 
 def lower(schedule: Schedule, *, reduce: bool = False) -> Schedule:
     """The table with its communication. `reduce` adds, after a stage's last backward, the end of its gradients' sum
     over data parallel ranks (buckets leave during that backward; what is left leaves now, and all are waited for)."""
     last = schedule.stages - 1
-    times = play(schedule, lambda action: _UNIT[action.kind])
+    times = play(schedule, unit_seconds)
     # (moment, transfers before computation, order of writing) -> action
     rows: list[list[tuple[float, int, int, Action]]] = [[] for _ in schedule.rows]
     ordered = sorted(times.items(), key=lambda item: (item[1][0], schedule.rank_of(item[0].stage)))

@@ -145,7 +145,11 @@ def _forked(jobs: list[tuple[str, Callable[[], Any]]], *, started: Callable[[], 
         )
     _flush()
     children: list[_Child] = []
-    before = signal.signal(signal.SIGTERM, _terminated)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        # What is ignored stays so; Python's own Ctrl-C raises already.
+        if handler not in (signal.SIG_IGN, signal.default_int_handler):
+            signal.signal(number, _terminated)
     try:
         for name, main in jobs:
             _fork(children, name, main)
@@ -155,7 +159,8 @@ def _forked(jobs: list[tuple[str, Callable[[], Any]]], *, started: Callable[[], 
     finally:
         with _signals_held():
             _end(children)
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def in_place(main: Callable[[], Any], rank: int) -> Any:

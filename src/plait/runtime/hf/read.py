@@ -25,7 +25,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ...design.errors import PlanError, divisors, listed, nearest
 from ...design.facts import ModelFacts, ParameterFact
-from ...design.styles import style
+from ...design.styles import STYLES
 
 FAMILIES = ("llama",)
 """Families that plait has proven. Others come with the checks that prove them."""
@@ -260,7 +260,7 @@ def _facts(config: Any) -> ModelFacts:
                     block=int(inside[1]) if inside else None,
                     after_blocks=after_blocks,
                     style=found,
-                    quantum=_quantum(found, module_name, tensor_name, tensor.shape, parent, config),
+                    quantum=_quantum(found, tensor_name, tensor.shape, parent, config),
                     # In the proven families modules side by side under one parent read one input.
                     reads=f"{module_name.rpartition('.')[0] or module_name} input",
                     decays=tensor.dim() > 1,
@@ -279,9 +279,10 @@ def _facts(config: Any) -> ModelFacts:
     )
 
 
-def _quantum(name: str | None, module: str, tensor: str, shape: torch.Size, parent: nn.Module, config: Any) -> int:
+def _quantum(name: str | None, tensor: str, shape: torch.Size, parent: nn.Module, config: Any) -> int:
     """Elements of the cut dim that stay together: in attention, one KV head with the query heads that read it."""
-    if name is None or not hasattr(parent, "head_dim"):
+    # A style that is not known is refused where it would be used, at tp > 1.
+    if name not in STYLES or not hasattr(parent, "head_dim"):
         return 1
-    dim = style(name, module).cut_dim(tensor)
+    dim = STYLES[name].cut_dim(tensor)
     return 1 if dim is None else shape[dim] // config.num_key_value_heads

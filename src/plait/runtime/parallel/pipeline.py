@@ -61,7 +61,7 @@ class Pipeline:
         self._row = schedule.rows[group.index]
         self._stage, self._group, self._clock, self._sink = stage, group, clock, sink
         self._hidden, self._dtype, self._device = hidden, dtype, device
-        self._last = {a.microbatch for a in self._row if a.kind is Kind.BACKWARD and a == self._final(Kind.BACKWARD)}
+        self._last = next((a.microbatch for a in reversed(self._row) if a.kind is Kind.BACKWARD), None)
         self._do: dict[Kind, Callable[[int], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -73,9 +73,6 @@ class Pipeline:
             Kind.WAIT_GRADIENT: self._wait_gradient,
             Kind.REDUCE: lambda _: self._sink.finish(),
         }
-
-    def _final(self, kind: Kind) -> Action | None:
-        return next((action for action in reversed(self._row) if action.kind is kind), None)
 
     def run(self, microbatches: Sequence[Batch], inverse_weight: Tensor | None) -> Tensor:
         """One step: the sum of this rank's losses (0 before the last stage), on the device. Without `inverse_weight`
@@ -105,7 +102,7 @@ class Pipeline:
         self.outputs[m] = output
 
     def _backward(self, m: int) -> None:
-        if m in self._last:
+        if m == self._last:
             self._sink.last_backward()
         output = self.outputs.pop(m)
         torch.autograd.backward(output, self._gradients.pop(m, None))

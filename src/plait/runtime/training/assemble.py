@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ...design.errors import PlanError
 from ...design.layout import Layout
 from ...design.plan import Plan, validate
 from ...design.schedule import FORWARD_ONLY, Schedule, check, lower, make
@@ -29,6 +30,8 @@ def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = 
     # What the model is made of, and whether the plan fits it: refused here, before anything is built.
     model = model or read(plan.model)
     validate(plan, model.facts)
+    if plan.epochs and steps is None:
+        raise PlanError(f"The plan counts epochs ({plan.epochs}): pass build(..., steps=batches.steps_total) as well.")
     dtype = torch.float64 if wide else COMPUTE[plan.compute]
     accumulate = torch.float64 if wide else torch.float32
 
@@ -57,7 +60,7 @@ def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = 
 
     # Gradients live in buckets, which are reduced while backward goes on.
     item = torch.empty((), dtype=accumulate).element_size()
-    grouped = buckets(parts, plan.mesh, world.rank, int(plan.bucket_mb * 2**20), item)
+    grouped = buckets(parts, plan.mesh, world.rank, plan.bucket_bytes, item)
     groups = {part.summed_over: world.group(*part.summed_over) for part in parts}
     sink = Buckets(grouped, parameters, groups, accumulate)
 

@@ -16,7 +16,7 @@ from ..comm.world import World
 
 
 def squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares of some gradients: a scalar, fp64, on the device."""
+    """Sum of squares of some gradients: a scalar on the device, added in their own type and given as fp64."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.nn.utils.get_total_norm(gradients).double().square()

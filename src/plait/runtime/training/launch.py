@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...design.errors import PlanError
-from ...design.plan import Plan
+from ...design.plan import Plan, validate
 from ..comm.nursery import launch as fork
 from ..comm.world import Rendezvous, World
 from ..data.batches import Batches
@@ -22,6 +22,8 @@ def launch(main: Callable[[World], Any], plan: Plan) -> list[Any]:
         with World(rendezvous, plan.mesh) as world:
             return main(world)
 
+    # Refused here, before any rank starts; and what is read here is imported once, for all that fork.
+    validate(plan, read(plan.model).facts)
     rendezvous = Rendezvous.from_environment()
     if rendezvous is None:
         return fork(on_rank, plan.world)

@@ -16,7 +16,6 @@ def train(run: Run, batches: Iterable[Batch], seen: Callable[[Report], None]) ->
     """Takes a step on each batch and shows its report to `seen`, on every rank. Numbers that are not finite end the run
     on all ranks at once, since all see the same."""
     for batch in batches:
-        run.world.ledger.clear()  # it holds one step at a time
         report = run.step(batch)
         seen(report)
         if not (math.isfinite(report.loss) and math.isfinite(report.grad_norm)):

@@ -18,12 +18,12 @@ from ...design.sharding import Part
 
 def learning_rate(plan: Plan, step: int, steps: int) -> float:
     """The rate of update `step` (from 0) of `steps`: a linear warm-up that ends at the peak, then the plan's decay to
-    lr x lr_floor at the last step. It depends on nothing but these."""
+    lr x lr_floor at the last step, and stays there. It depends on nothing but these."""
     if step < plan.warmup:
         return plan.lr * (step + 1) / plan.warmup
     if plan.lr_schedule == "constant" or steps - 1 <= plan.warmup:
         return plan.lr
-    share = (step - plan.warmup) / (steps - 1 - plan.warmup)
+    share = min(1.0, (step - plan.warmup) / (steps - 1 - plan.warmup))
     fall = 0.5 * (1 + math.cos(math.pi * share)) if plan.lr_schedule == "cosine" else 1 - share
     return plan.lr * (plan.lr_floor + (1 - plan.lr_floor) * fall)
 

@@ -73,6 +73,7 @@ class Run:
                 f"{tuple(batch.tokens.shape)}"
             )
 
+        world.ledger.clear()  # it holds one step at a time
         weight = (batch.weight * self._first_of_replica).to(world.device)
         all_reduce(weight, world.everyone, why="target tokens")
         inverse = 1 / weight.clamp(min=1).double()
