@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.cli.commands import Driver, Ended
 
 TINY: dict[str, Any] = json.loads(resources.files("plait.runtime.hf").joinpath("presets/llama-tiny.json").read_text())

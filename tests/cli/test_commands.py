@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
 from tests.cli.commands import PATIENCE_S, Driver, until
 
 LAYOUT = ("--dp", 2, "--pp", 2)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
 from tests.cli.commands import PATIENCE_S, Command, Driver, until
 
 SOON_S = 15

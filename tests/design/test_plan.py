@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.design.facts import llama
 
 from plait.design.cost.traffic import traffic
 from plait.design.errors import PlanError
@@ -18,6 +17,7 @@ from plait.design.mesh import AXES
 from plait.design.plan import RULES, Plan, legal_tp, validate
 from plait.design.schedule import SCHEDULES
 from plait.design.sharding import shard
+from tests.design.facts import llama
 
 NUMBERS = r"(\d+(?:(?:, | or )\d+)*)"
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tests.design.facts import llama, parameter
 
 from plait.design.errors import PlanError
 from plait.design.facts import ModelFacts
 from plait.design.layout import Box, Cut, elements
 from plait.design.plan import Plan, stage_of_block
 from plait.design.sharding import Sharding, buckets, holdings, shard
+from tests.design.facts import llama, parameter
 
 Array = NDArray[np.int64]
 VOCABULARY, HIDDEN, INNER, ROWS = 12, 4, 12, 24

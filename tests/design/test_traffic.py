@@ -9,13 +9,13 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.design.facts import llama
 
 from plait.design.cost.traffic import traffic
 from plait.design.facts import ModelFacts
 from plait.design.plan import Plan, validate
 from plait.design.records import Traffic, sent_per_axis
 from plait.design.sharding import shard
+from tests.design.facts import llama
 
 FACTS = llama(blocks=4, bias=True)
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tests.house.rules import (
     LONGEST,
     RULES,

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.nursery import Nursery
-from tests.runtime.test_layouts import proof
 
 from plait.check.compare import from_json, passed
+from tests.nursery import Nursery
+from tests.runtime.test_layouts import proof
 
 LAYOUT = {"model": "llama-tiny", "dp": 2, "tp": 2, "pp": 2, "batch": 16, "microbatches": 2}
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.nursery import Nursery
 
 from plait.design.errors import PlanError
 from plait.design.mesh import Mesh
@@ -16,6 +15,7 @@ from plait.runtime.comm import differentiable
 from plait.runtime.comm.nursery import BadNumbersError, RankError, launch
 from plait.runtime.comm.world import Rendezvous, World
 from plait.runtime.parallel import tensor
+from tests.nursery import Nursery
 
 TP2 = Mesh((("pp", 1), ("dp", 1), ("tp", 2)))
 TP4 = Mesh((("pp", 1), ("dp", 1), ("tp", 4)))

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.nursery import Nursery
-from tests.runtime.test_numbers import random_batch, rows_of
 
 from plait.design.plan import Plan
 from plait.runtime.comm.world import World
 from plait.runtime.training import measure
 from plait.runtime.training.assemble import build
 from plait.runtime.training.launch import launch
+from tests.nursery import Nursery
+from tests.runtime.test_numbers import random_batch, rows_of
 
 
 def on_gpus(layout: dict[str, int]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from tests.conftest import Models
 from transformers import LlamaForCausalLM
 
 from plait.design.plan import Plan
@@ -11,6 +10,7 @@ from plait.design.sharding import shard
 from plait.runtime.batch import Batch
 from plait.runtime.hf.read import build_on_meta, find_blocks, presets, read, tensor_plan
 from plait.runtime.hf.stage_model import StageModel, attention_mask, build_whole
+from tests.conftest import Models
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import Models
-from tests.nursery import Nursery
 
 from plait.check.batches import awkward_batches
 from plait.check.compare import compare, from_json, passed, to_json
@@ -18,6 +16,8 @@ from plait.design.plan import Plan
 from plait.runtime.comm.nursery import launch
 from plait.runtime.comm.world import World
 from plait.runtime.hf.read import read
+from tests.conftest import Models
+from tests.nursery import Nursery
 
 STEPS = 3
 

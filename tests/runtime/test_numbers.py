@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import Models
-from tests.nursery import Nursery
 
 from plait.design.plan import Plan
 from plait.runtime.batch import IGNORE, Batch
@@ -18,6 +16,8 @@ from plait.runtime.comm.world import World
 from plait.runtime.training.assemble import build
 from plait.runtime.training.launch import launch
 from plait.runtime.training.optimizer import learning_rate
+from tests.conftest import Models
+from tests.nursery import Nursery
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "111": {}, "211": {"dp": 2}, "121": {"tp": 2}, "112": {"pp": 2}, "222": {"dp": 2, "tp": 2, "pp": 2},

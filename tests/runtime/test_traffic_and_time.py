@@ -11,8 +11,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from tests.nursery import Nursery
-from tests.runtime.test_numbers import random_batch, rows_of
 
 from plait.design.cost.traffic import traffic
 from plait.design.plan import Plan
@@ -23,6 +21,8 @@ from plait.runtime.hf.read import read
 from plait.runtime.training import measure
 from plait.runtime.training.assemble import build
 from plait.runtime.training.launch import launch
+from tests.nursery import Nursery
+from tests.runtime.test_numbers import random_batch, rows_of
 
 LAYOUTS: list[dict[str, Any]] = [
     {"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 4, "bucket_mb": 0.01}, {"tp": 4}, {"pp": 4, "schedule": "gpipe"},
