@@ -80,7 +80,7 @@ def witnessed(axis: str, rounds: int) -> list[float]:
             run.step(batch)
         barrier(world)
         after = _loopback()
-        return [after - before, float(sent_per_axis(world.ledger.rows(world.rank)).get(axis, Fraction(0)))]
+        return [after - before, rounds * float(sent_per_axis(world.ledger.rows(world.rank)).get(axis, Fraction(0)))]
 
     ranks = launch(main, plan)
     return [ranks[0][0], sum(rank[1] for rank in ranks)]

@@ -130,9 +130,12 @@ def _claim(metrics: Path, overwrite: bool, made: list[Path]) -> bool:
     folder = metrics.parent
     try:
         for place in reversed((folder, *folder.parents)):
-            if not place.is_dir():
+            try:
                 place.mkdir()
                 made.append(place)
+            except FileExistsError:
+                if not place.is_dir():  # else it was there, or another run has just made it
+                    raise
         if overwrite and metrics.exists():
             metrics.open("a").close()
             return False

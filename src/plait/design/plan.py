@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from .errors import PlanError, divisors, listed, nearest
 from .facts import ModelFacts
@@ -25,10 +25,9 @@ class Plan(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, strict=True, allow_inf_nan=False)
 
-    model: str = Field("llama-tiny", min_length=1, description="A preset, a directory with a config.json, or a hub id.")
+    model: str = Field("llama-tiny", description="A preset, a directory with a config.json, or a hub id.")
     data: str = Field(
         "stdlib",
-        min_length=1,
         description="A text file, a directory of text files, or 'stdlib' (Python's own sources).",
     )
     tokenizer: Literal["bpe", "bytes"] = Field("bpe", description="BPE trained once on the data, or plain bytes.")
@@ -55,6 +54,13 @@ class Plan(BaseModel):
     compute: Literal["fp32", "bf16"] = Field("fp32", description="Type of compute; weights and their state stay fp32.")
     bucket_mb: float = Field(4.0, gt=0, description="Megabytes of gradient reduced over dp in one call.")
     seed: int = Field(7, ge=0, description="Seed of the weights and of the data's order.")
+
+    @field_validator("model", "data")
+    @classmethod
+    def _is_named(cls, value: str) -> str:
+        if not value:
+            raise ValueError("give a name")
+        return value
 
     @property
     def mesh(self) -> Mesh:
