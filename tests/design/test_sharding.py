@@ -170,7 +170,7 @@ def test_ten_blocks_on_any_number_of_stages(pp: int) -> None:
     assert on[0][0].name == "model.embed_tokens.weight"
     assert [part.name for part in on[-1][-2:]] == ["model.norm.weight", "lm_head.weight"]
     for stage, parts in enumerate(on):
-        assert all(part.owner == stage and part.compute.stages == (stage,) for part in parts)
+        assert all(part.uses[0][0] == stage and part.compute.stages == (stage,) for part in parts)
 
 
 def test_there_is_no_eleventh_block() -> None:

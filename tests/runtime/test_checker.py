@@ -86,26 +86,6 @@ def norm_counts_copies() -> None:
     Layout.is_first_copy = lambda self, mesh, rank: True  # type: ignore[method-assign]
 
 
-def microbatches_swapped() -> None:
-    from plait.runtime.parallel.pipeline import Pipeline
-
-    right = Pipeline._receive_activation
-
-    def wrong(self: Pipeline, m: int) -> None:
-        right(self, m)
-        if m == 1:
-            self._received[0], self._received[1] = self._received[1], self._received[0]
-
-    Pipeline._receive_activation = wrong  # type: ignore[method-assign]
-    Pipeline._wait_activation = _wait_for_all  # type: ignore[method-assign]
-
-
-def _wait_for_all(self: Any, m: int) -> None:
-    for key in [key for key in self._arriving if key[0] == "activation"]:
-        self._arriving.pop(key).wait()
-    self._received[m].requires_grad_(True)
-
-
 FAULTS = {
     "no sum over dp": lambda: no_sum_over("gradients"),
     "average over dp": lambda: no_sum_over("gradients", average=True),

@@ -25,19 +25,14 @@ on a shard of the tokens or of the heads adds the axis that cuts those."""
 
 @dataclass(frozen=True)
 class Part:
-    """`uses` are (stage, module) pairs, the first of them the owner; `compute` is the layout in which it is used."""
+    """`uses` are (stage, module) pairs; `compute` is the layout in which it is used."""
 
     name: str
-    kind: str
     uses: tuple[tuple[int, str], ...]
     region: str
     decays: bool
     block: int | None
     compute: Layout
-
-    @property
-    def owner(self) -> int:
-        return self.uses[0][0]
 
     @property
     def summed_over(self) -> tuple[str, ...]:
@@ -93,7 +88,6 @@ def shard(facts: ModelFacts, plan: Plan) -> Sharding:
         parts.append(
             Part(
                 name=parameter.name,
-                kind="weight",
                 uses=((stage, parameter.module),),
                 region="full",
                 decays=parameter.decays,

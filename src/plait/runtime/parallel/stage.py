@@ -16,8 +16,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 class Stage:
     """`forward(batch, received)`; on the last stage `loss(logits, targets)` gives a sum over the trained targets."""
 
-    def __init__(self, index: int, body: Body, loss: Loss | None) -> None:
-        self.index = index
+    def __init__(self, body: Body, loss: Loss | None) -> None:
         self._body = body
         self._loss = loss
 

@@ -54,9 +54,7 @@ def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = 
     head = sharding.part(f"{model.facts.head}.weight").compute
     start = _first_row(head, world)
     over = world.group(*head.cut_axes) if head.cut_axes else world.alone
-    stage = Stage(
-        stage_index, body.forward, (lambda x, y: loss.cross_entropy(x, y, over, start=start)) if last else None
-    )
+    stage = Stage(body.forward, (lambda x, y: loss.cross_entropy(x, y, over, start=start)) if last else None)
 
     # Gradients live in buckets, which are reduced while backward goes on.
     item = torch.empty((), dtype=accumulate).element_size()
