@@ -69,7 +69,7 @@ def test_torchrun_gives_the_same_run(
     assert ended.stdout.count("step 1/3") == 1
 
 
-def test_mpirun_s_variables_are_read(
+def test_p109_mpirun_s_variables_are_read(
     plait: Driver, small: Sequence[object], run: tuple[Path, str], tmp_path: Path
 ) -> None:
     """As `mpirun -n 4 -x MASTER_ADDR=127.0.0.1 -x MASTER_PORT=... plait train ...` starts its processes."""

@@ -69,7 +69,7 @@ def accepted(plan: Plan, facts: ModelFacts) -> bool:
 # --- the cases that users reported
 
 
-def test_degrees_must_make_the_ranks() -> None:
+def test_p131_degrees_must_make_the_ranks() -> None:
     plan = Plan(ranks=8, dp=8, tp=8, batch=8)
     facts = llama(heads=16, kv_heads=8)
     text = sentence(plan, facts)
@@ -86,14 +86,14 @@ def test_degrees_that_no_dp_can_complete() -> None:
     assert any(accepted(follow(plan, way), llama()) for way in ways(text) if "dp" in way)
 
 
-def test_batch_smaller_than_dp() -> None:
+def test_p134_batch_smaller_than_dp() -> None:
     plan = Plan(batch=4, dp=8)
     text = sentence(plan, llama())
     assert text == "batch 4 < dp 8 x microbatches 1 = 8: set batch 8."
     assert accepted(follow(plan, {"batch": 8}), llama())
 
 
-def test_batch_that_does_not_divide() -> None:
+def test_p049_batch_that_does_not_divide() -> None:
     plan = Plan(batch=12, dp=2, microbatches=4)
     text = sentence(plan, llama())
     assert "batch 12 does not divide into dp 2 x microbatches 4 = 8 equal parts" in text
@@ -101,7 +101,7 @@ def test_batch_that_does_not_divide() -> None:
     assert all(accepted(follow(plan, way), llama()) for way in ways(text))
 
 
-def test_more_tp_ranks_than_kv_heads() -> None:
+def test_p045_more_tp_ranks_than_kv_heads() -> None:
     plan, facts = Plan(tp=4), llama(heads=8, kv_heads=2)
     text = sentence(plan, facts)
     assert "tp 4 does not divide the 2 KV heads (8 heads in groups of 4)" in text
@@ -199,7 +199,7 @@ def test_the_legal_degrees_are_the_accepted_ones(facts: ModelFacts, tp: int) -> 
     assert (tp in legal_tp(facts)) == accepted(Plan(tp=tp), facts)
 
 
-def test_any_degree_may_be_one() -> None:
+def test_p132_any_degree_may_be_one() -> None:
     """All eight choices of 1 or 2: the axes are all there, whatever their size; one rank moves nothing."""
     facts = llama()
     for dp, tp, pp in itertools.product((1, 2), repeat=3):

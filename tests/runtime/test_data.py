@@ -175,7 +175,7 @@ def test_steps_end_the_run_and_epochs_go_on_until_then():
 
 @pytest.mark.parametrize(("count", "first", "then"), [(12, 4, 12), (30, 12, 12), (30, 10, 12)])
 @pytest.mark.parametrize("dp", [4, 2, 3, 1])
-def test_resume_on_another_dp_reads_each_sample_once(count, first, then, dp):
+def test_p087_resume_on_another_dp_reads_each_sample_once(count, first, then, dp):
     """Stopped after one step on dp 2, resumed on dp 4, 2, 3 or 1, in batches of the same or another size."""
     corpus = corpus_with(count)
     before = [Batches(corpus, Plan(batch=first, seq=4, epochs=1, dp=2), rank) for rank in range(2)]
