@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import tomllib
 from pathlib import Path
@@ -17,16 +16,6 @@ from plait.design.styles import STYLES
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted((DOCS / "methods").glob("*.md"))
-
-
-@pytest.fixture(scope="module")
-def figures() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_figures", DOCS / "figures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_pictures_are_up_to_date(figures: ModuleType) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import re
 import shlex
@@ -88,16 +87,6 @@ def test_every_field_of_the_plan_is_a_flag_and_on_the_page() -> None:
         assert f"| `{name}` |" in page
         for flag in train[name].opts:
             assert f"`{'MODEL' if name == 'model' else flag}`" in page
-
-
-@pytest.fixture(scope="module")
-def commands() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_commands", DOCS / "commands.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_table_of_flags_is_up_to_date(commands: ModuleType) -> None:

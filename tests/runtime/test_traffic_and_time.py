@@ -21,6 +21,7 @@ from plait.runtime.hf.read import read
 from plait.runtime.training import measure
 from plait.runtime.training.assemble import build
 from plait.runtime.training.launch import launch
+from plait.runtime.training.sample import sample
 from tests.nursery import Nursery
 from tests.runtime.test_numbers import random_batch, rows_of
 
@@ -115,6 +116,7 @@ def timeline(changes: dict[str, Any]) -> Any:
         run = build(plan, world)
         for _ in range(2):
             run.step(rows_of(random_batch(plan, 512), world))
+        sample(run, [1, 2], 2)  # which has a schedule and a clock of its own
         found = measure.timeline(run)
         return [found.ranks, found.bubble, [[s.rank, str(s.action), s.start, s.end] for s in found.spans]]
 

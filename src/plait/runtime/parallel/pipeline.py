@@ -22,6 +22,8 @@ from ..comm.world import Group
 class Clock(Protocol):
     """What the pipeline needs of a clock."""
 
+    def start(self) -> None: ...
+
     def now(self) -> object: ...
 
     def mark(self, action: Action, since: object) -> None: ...
@@ -59,7 +61,7 @@ class Pipeline:
     ) -> None:  # fmt: skip
         self.schedule = schedule
         self._row = schedule.rows[group.index]
-        self._stage, self._group, self._clock, self._sink = stage, group, clock, sink
+        self._stage, self._group, self.clock, self._sink = stage, group, clock, sink
         self._hidden, self._dtype, self._device = hidden, dtype, device
         self._last = next((a.microbatch for a in reversed(self._row) if a.kind is Kind.BACKWARD), None)
         self._do: dict[Kind, Callable[[int], None]] = {
@@ -85,9 +87,9 @@ class Pipeline:
         self.outputs: dict[int, Tensor] = {}
         self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
         for action in self._row:
-            since = self._clock.now()
+            since = self.clock.now()
             self._do[action.kind](action.microbatch)
-            self._clock.mark(action, since)
+            self.clock.mark(action, since)
         for handle in self._sent:
             handle.wait()
         self._received.clear()

@@ -66,7 +66,7 @@ def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = 
     optimizer = Optimizer(plan, parts, parameters, sink.gradients)
     clock = Clock(world.device)
 
-    def pipeline(table: Schedule) -> Pipeline:
+    def pipeline(table: Schedule, clock: Clock) -> Pipeline:
         return Pipeline(
             table, stage, world.group("pp"), hidden=model.facts.hidden, dtype=dtype, device=world.device,
             clock=clock, sink=sink,
@@ -74,7 +74,8 @@ def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = 
 
     return Run(
         plan=plan, world=world, model=model, sharding=sharding, sink=sink, optimizer=optimizer, clock=clock,
-        pipeline=pipeline(schedule), forward=pipeline(lower(FORWARD_ONLY(plan.pp, 1))), forget=forget, steps=steps,
+        pipeline=pipeline(schedule, clock), forward=pipeline(lower(FORWARD_ONLY(plan.pp, 1)), Clock(world.device)),
+        forget=forget, steps=steps,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ def sample(run: Run, prompt: list[int], count: int, *, temperature: float = 0.7)
         window = torch.tensor([tokens[-limit:]])
         rows = torch.cat((window, window[:, -1:]), dim=1)  # the last target is not used
         pipeline = run.forward_pipeline
+        pipeline.clock.start()
         pipeline.run([Batch.of(rows).to(world.device)], None)
         chosen = torch.zeros((), dtype=torch.int64, device=world.device)
         if world.coordinate["pp"] == run.plan.pp - 1:
