@@ -1,121 +1,216 @@
-"""Runs the layout wide on the reference's batches and holds every slice of every rank against the reference.
+"""Runs the layout beside the reference and holds what every rank has at every place against it.
 
-Each rank compares what it holds (copies too) with its box of the whole tensor, so nothing is gathered; the largest
-deviation of each tensor is one maximum over the world. A tensor passes when max |d| <= 1e-9 max |reference| + 1e-14.
+Each rank compares its own slices (copies too), so nothing is gathered. Findings travel through files in the check's own
+folder, not through the layout's collectives, which are what is being checked. Rank 0 joins them, names the first place
+that departs, asks the ranks for their tensors there, and says what they look like (cause.py).
 """
 
 from __future__ import annotations
 
+import json
+import os
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from ..design.layout import Layout
+from ..design.cost.traffic import traffic
 from ..design.plan import Plan
+from ..design.records import Traffic
 from ..runtime.batch import Batch
-from ..runtime.comm.collectives import all_reduce
 from ..runtime.comm.world import World
+from ..runtime.data.batches import own_rows
 from ..runtime.hf.read import Model
 from ..runtime.training.assemble import build
-from .wide import wide
+from ..runtime.training.step import Run
+from .join import Findings, join
+from .observe import Observer
+from .places import BYTES, PARTS, Found, Place, Verdict, layout_of
+from .reference import computing, looks_inside, step_file
 
-RELATIVE, ABSOLUTE = 1e-9, 1e-14
-
-
-@dataclass(frozen=True)
-class Row:
-    """One compared quantity: the largest deviation over all ranks, and the largest magnitude of the reference."""
-
-    quantity: str
-    name: str
-    deviation: float
-    scale: float
-
-    @property
-    def relative(self) -> float:
-        return self.deviation / self.scale if self.scale else self.deviation
-
-    @property
-    def passes(self) -> bool:
-        return self.deviation <= RELATIVE * self.scale + ABSOLUTE
+POLL_S = 0.005
 
 
-def compare(plan: Plan, world: World, model: Model, batches: list[Batch], file: Path) -> list[Row]:
-    """The rows of the comparison, the same on every rank; waits for `file` to appear. All ranks must call."""
-    with wide():
-        run = build(plan, world, model=model, wide=True)
-        size = plan.batch // plan.dp
-        first = world.coordinate["dp"] * size
-        reports = []
-        gradients: dict[str, Tensor] = {}
-        for step, batch in enumerate(batches):
-            # The gradients of the first step, as reduced and before the clip scales them.
-            keep = (
-                (lambda: gradients.update({n: g.clone() for n, g in run.sink.gradients.items()})) if step == 0 else None
-            )
-            reports.append(run.step(batch.slice(first, first + size), reduced=keep))
+def compare(
+    plan: Plan, world: World, model: Model, batches: list[Batch], folder: Path, numerics: str = "wide"
+) -> Verdict:
+    """The verdict over all ranks, the same on each. All ranks must call; the reference of the same `numerics` writes to
+    `folder`, whose files are waited for. Ends with the first step that departs."""
+    with computing(numerics):
+        run = build(plan, world, model=model, wide=numerics == "wide")
+        observer = Observer(run, inside=looks_inside(plan, model))
+        desk = _Desk(plan, run, model, observer, folder, numerics)
+        observer.initial()
+        verdict = desk.judge(0, None)
+        for step, batch in enumerate(batches, 1):
+            if verdict.passed:
+                observer.step(batch.slice(own_rows(plan, world.rank).start, own_rows(plan, world.rank).stop))
+                verdict = desk.judge(step, verdict)
+    return verdict
+
+
+class _Desk:
+    """Where one rank compares what it has with the reference's file of a step, and learns what the others found."""
+
+    def __init__(self, plan: Plan, run: Run, model: Model, observer: Observer, folder: Path, numerics: str) -> None:
+        self._plan, self._run, self._observer = plan, run, observer
+        self._model, self._folder, self._numerics = model, folder, numerics
+        self._world = run.world
+        self._sent = [row for row in traffic(plan, model.facts, wide=numerics == "wide") if row.rank == run.world.rank]
+        self._boxes = {
+            quantity: {
+                part.name: layout_of(part, quantity).box(plan.mesh, run.world.rank) for part in run.sharding.parts
+            }
+            for quantity in PARTS
+        }
+
+    def judge(self, step: int, before: Verdict | None) -> Verdict:
+        """Compares `step`; the verdict over all steps so far, the same on every rank."""
+        file = step_file(self._folder, self._numerics, step)
+        _wait(file)
+        with safe_open(file, framework="pt") as whole:
+            order = json.loads(whole.metadata()["order"])
+            found = {key: self._find(step, key, whole) for key, _, _ in order if self._mine(Place.of(step, key))}
+        found |= self._bytes(step) if step else {}
+        name = f"{self._numerics}-{step}"
+        told = {key: [mine.deviation, mine.ratio, mine.digest] for key, mine in found.items()}
+        _write(self._folder / f"{name}-{self._world.rank}.json", told)
+        verdict_file = self._folder / f"{name}-verdict.json"
+        if self._world.rank == 0:
+            self._preside(step, name, order, before, verdict_file)
+        asked = self._folder / f"{name}-asked.json"
+        _wait(asked)
+        self._show(json.loads(asked.read_text()), self._folder / f"{name}-held-{self._world.rank}.safetensors")
+        _wait(verdict_file)
+        return Verdict.from_json(json.loads(verdict_file.read_text()))
+
+    def _mine(self, place: Place) -> bool:
+        """Whether this rank has something at `place`, on paper."""
+        plan, here = self._plan, self._world.coordinate
+        if place.quantity in PARTS:
+            return self._boxes[place.quantity].get(place.name) is not None
+        if place.microbatch is None:
+            return True
+        if place.microbatch // plan.microbatches != here["dp"]:
+            return False
+        if place.quantity == "share":
+            return bool(here["pp"] == plan.pp - 1)
+        return place.quantity == "batch" or place.name in self._observer.modules
+
+    def _find(self, step: int, key: str, whole: Any) -> Found:
+        place = Place.of(step, key)
+        held = self._observer.seen.get(key)
+        if held is None:
+            return Found(float("inf"))
+        digest = _digest(held) if place.quantity in PARTS else ""
+        reference = self._own(place, held, whole.get_slice(key))
+        if held.shape != reference.shape:
+            return Found(float("inf"), None, digest)
+        return Found(*_difference(held.cpu(), reference), digest)
+
+    def _own(self, place: Place, held: Tensor, whole: Any) -> Tensor:
+        """The slice of the reference that `held` should be."""
+        shape = whole.get_shape()
+        if not shape:
+            return whole[...]
+        if place.quantity in PARTS:
+            box = self._boxes[place.quantity][place.name]
+            assert box is not None
+            return whole[tuple(slice(start, stop) for start, stop in box)]
+        weight = self._boxes["published weight"].get(f"{place.name}.weight")
+        if held.shape != torch.Size(shape) and weight is not None:
+            # A column-parallel output: cut in its last dim as the weight is in its first.
+            return whole[(..., slice(*weight[0]))]
+        return whole[...]
+
+    def _bytes(self, step: int) -> dict[str, Found]:
+        """The ledger of the step against the prediction: calls and payloads, by reason."""
+
+        def counts(rows: list[Traffic]) -> dict[str, tuple[int, int]]:
+            return {f"{r.axis}: {r.why} ({r.operation})": (r.calls, r.payload) for r in rows if r.payload}
+
+        sent, wanted = counts(self._world.ledger.rows(self._world.rank)), counts(self._sent)
+        found = {}
+        for name in {**wanted, **sent}:
+            have, want = sent.get(name, (0, 0)), wanted.get(name, (0, 0))
+            ratio = have[1] / want[1] if want[1] else None
+            found[Place(step, BYTES, name).key] = Found(float(abs(have[1] - want[1]) + abs(have[0] - want[0])), ratio)
+        return found
+
+    def _preside(self, step: int, name: str, order: list[Any], before: Verdict | None, file: Path) -> None:
+        """Rank 0 joins what all ranks found, and looks at the tensors of the first departure."""
+        findings: list[Findings] = []
+        for rank in range(self._plan.world):
+            place = self._folder / f"{name}-{rank}.json"
+            _wait(place)
+            findings.append({key: Found(*values) for key, values in json.loads(place.read_text()).items()})
+        verdict = join(self._numerics, step, order, findings, self._run.sharding, before)
+        asked = None if verdict.passed else verdict.first.place.key
+        _write(self._folder / f"{name}-asked.json", asked)
+        if asked is not None:
+            self._show(asked, self._folder / f"{name}-held-0.safetensors")
+            verdict = self._explain(verdict, name)
+        _write(file, verdict.to_json())
+
+    def _explain(self, verdict: Verdict, name: str) -> Verdict:
+        from .cause import Evidence, explained
+
+        held = {}
+        for rank in range(self._plan.world):
+            file = self._folder / f"{name}-held-{rank}.safetensors"
+            _wait(file)
+            with safe_open(file, framework="pt") as tensors:
+                if "held" in tensors.keys():  # noqa: SIM118 (not a mapping)
+                    held[rank] = tensors.get_tensor("held")
+        evidence = Evidence(
+            self._plan, self._model.facts, self._run.sharding, verdict.first, held, self._folder, self._numerics
+        )
+        return explained(verdict, evidence)
+
+    def _show(self, key: str | None, file: Path) -> None:
+        """Writes what this rank has at the place that rank 0 asks for."""
+        if key is None or file.exists():
+            return
+        quantity, rest = key.split("|", 1)
+        if quantity == "replicas":  # its name holds the quantity that the copies are of
+            key = rest.split("|", 1)[1].replace(" of ", "||", 1)
+        held = self._observer.seen.get(key)
+        draft = file.with_suffix(".draft")
+        save_file({} if held is None else {"held": held.cpu().contiguous()}, draft)
+        os.replace(draft, file)
+
+
+def _difference(held: Tensor, reference: Tensor) -> tuple[float, float | None]:
+    if not reference.numel():
+        return 0.0, None
+    if not held.is_floating_point():
+        return float((held != reference).sum()), None
+    held, reference = held.double(), reference.double()
+    deviation = float((held - reference).abs().max())
+    square = float(reference.square().sum())
+    ratio = float((held * reference).sum()) / square if square else None
+    finite = deviation == deviation
+    return (deviation if finite else float("inf")), (ratio if finite else None)
+
+
+def _digest(held: Tensor) -> str:
+    raw = held.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return blake2b(raw.tobytes(), digest_size=8).hexdigest()
+
+
+def _write(file: Path, value: Any) -> None:
+    draft = file.with_suffix(".draft")
+    draft.write_text(json.dumps(value))
+    os.replace(draft, file)
+
+
+def _wait(file: Path, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Returns when `file` is there: it is published whole, by a rename. Whoever should write it and dies ends us all."""
     while not file.exists():
-        time.sleep(0.02)
-    weights = {name: weight.detach() for name, weight in run.optimizer.weights.items()}
-    rows: list[tuple[str, str, float, float]] = []
-    with safe_open(file, framework="pt") as whole:
-        losses, norms = whole.get_tensor("loss").tolist(), whole.get_tensor("norm").tolist()
-        for number, (report, loss, norm) in enumerate(zip(reports, losses, norms, strict=True), 1):
-            rows.append(("loss", f"step {number}", _finite(abs(report.loss - loss)), abs(loss)))
-            rows.append(("gradient norm", f"step {number}", _finite(abs(report.grad_norm - norm)), abs(norm)))
-        for part in run.sharding.parts:
-            for quantity, mine, layout in (("gradient", gradients, part.grad), ("weight", weights, part.stored)):
-                reference = whole.get_tensor(f"{quantity}/{part.name}")
-                held = mine.get(part.name)
-                rows.append(
-                    (quantity, part.name, _deviation(held, reference, layout, world), float(reference.abs().max()))
-                )
-    worst = torch.tensor([row[2] for row in rows], dtype=torch.float64, device=world.device)
-    all_reduce(worst, world.everyone, why="check", op="max")
-    return [Row(row[0], row[1], found, row[3]) for row, found in zip(rows, worst.tolist(), strict=True)]
-
-
-def _deviation(held: Tensor | None, reference: Tensor, layout: Layout, world: World) -> float:
-    """max |d| over this rank's slice; -1 where the rank holds none, so that a tensor that no one holds shows."""
-    box = layout.box(world.mesh, world.rank)
-    if (held is None) != (box is None):
-        return float("inf")
-    if held is None or box is None:
-        return -1.0
-    expected = reference[tuple(slice(start, stop) for start, stop in box)]
-    if held.shape != expected.shape:
-        return float("inf")
-    return _finite(float((held.cpu() - expected).abs().max())) if expected.numel() else 0.0
-
-
-def _finite(value: float) -> float:
-    return value if value == value else float("inf")
-
-
-def summary(rows: list[Row]) -> dict[str, Row]:
-    """The worst row of each quantity, by its relative deviation; a tensor that no rank held counts as the worst."""
-
-    def badness(row: Row) -> float:
-        return float("inf") if row.deviation < 0 else row.relative
-
-    return {quantity: max((r for r in rows if r.quantity == quantity), key=badness) for quantity in QUANTITIES}
-
-
-QUANTITIES = ("loss", "gradient norm", "gradient", "weight")
-
-
-def passed(rows: list[Row]) -> bool:
-    return all(row.passes and row.deviation >= 0 for row in rows)
-
-
-def to_json(rows: list[Row]) -> list[Any]:
-    return [[row.quantity, row.name, row.deviation, row.scale] for row in rows]
-
-
-def from_json(rows: list[Any]) -> list[Row]:
-    return [Row(*row) for row in rows]
+        sleep(POLL_S)

@@ -1,14 +1,22 @@
 """What one process computes: the whole unmodified model, a plain loop, torch's own loss, clip and AdamW.
 
 It shares with the layout what both start from (initial weights, batches, learning rates) and nothing of how a layout
-computes, so that agreement means something.
+computes, so that agreement means something. Every step is one file (safetensors): each place's tensor, and in the
+metadata the order of the places with the scale of each and the bound within which a layout must stay.
+
+Wide, the bound is a number: 1e-9 of the largest magnitude. As shipped, rounding decides how far two right ways to compute
+the same may lie apart, and the bound is measured: the loop runs again with every module's output, and the gradient that
+comes back to it, disturbed by one rounding of the compute type.
 """
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,67 +25,183 @@ from torch import Tensor, nn
 
 from ..design.plan import Plan
 from ..runtime.batch import IGNORE, Batch
-from ..runtime.hf.read import Model
+from ..runtime.hf.read import Model, find_blocks
 from ..runtime.hf.stage_model import attention_mask, build_whole
 from ..runtime.training.optimizer import learning_rate
+from .places import EXACT, Place
+from .record import Recorder, watched
 from .wide import wide
 
+RELATIVE, ABSOLUTE = 1e-9, 1e-14
+"""Wide: |d| <= RELATIVE x max |reference| + ABSOLUTE."""
+SHIPPED = {"fp32": 1e-5, "bf16": 0.0}
+"""As shipped: a tensor may always depart by this share of the reference; beyond it, by what rounding explains."""
+DISTURBED = 3
+"""Runs of the disturbed loop whose largest deviations bound the rounding."""
+ALLOWANCE = 4.0
+"""Times the largest of them: a maximum over a few draws is not the largest that there is."""
+MOST_INSIDE = 1 << 28
+"""Bytes of one step's tensors above which only blocks are recorded, and not every module inside them."""
+TYPES = {"wide": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
-def reference(plan: Plan, model: Model, batches: list[Batch], file: Path) -> None:
-    """Takes a step on each of the global `batches`, wide, and writes to `file` (safetensors, published by a rename):
-    loss and norm by step, every gradient of the first step as reduced, before clipping, and every weight after the last
-    step."""
-    with wide():
-        whole = build_whole(model, plan.seed, torch.float64)
-        record = _train(plan, whole, batches)
+
+def computing(numerics: str) -> AbstractContextManager[object]:
+    """The context in which a pass computes: "wide", or a compute type as shipped."""
+    return wide() if numerics == "wide" else nullcontext()
+
+
+def step_file(folder: Path, numerics: str, step: int) -> Path:
+    return folder / f"{numerics}-{step}.safetensors"
+
+
+def looks_inside(plan: Plan, model: Model) -> bool:
+    """Whether the modules inside the blocks are compared, or the blocks only: a matter of memory."""
+    widths = sum(fact.shape[0] for fact in model.facts.parameters if len(fact.shape) > 1)
+    return plan.batch * plan.seq * 8 * 2 * widths <= MOST_INSIDE
+
+
+def reference(plan: Plan, model: Model, batches: list[Batch], folder: Path, numerics: str = "wide") -> None:
+    """Takes a step on each of the global `batches` and writes a file for each, and one (step 0) for the initial weights,
+    each published by a rename."""
+    inside = looks_inside(plan, model)
+    with computing(numerics):
+        noise = [list(_steps(plan, model, batches, numerics, inside, run)) for run in _disturbances(numerics)]
+        for step, record in enumerate(_steps(plan, model, batches, numerics, inside, None)):
+            runs = [run[step] for run in noise]
+            order = [[key, _largest(value), _bound(key, value, runs, numerics)] for key, value in record.items()]
+            _publish(record, order, step_file(folder, numerics, step))
+
+
+def _disturbances(numerics: str) -> range:
+    return range(0 if numerics == "wide" else DISTURBED)
+
+
+def _publish(record: dict[str, Tensor], order: list[Any], file: Path) -> None:
     draft = file.with_suffix(".draft")
-    save_file(record, draft)
+    save_file({key: value.contiguous() for key, value in record.items()}, draft, {"order": json.dumps(order)})
     os.replace(draft, file)
 
 
-def _train(plan: Plan, whole: nn.Module, batches: list[Batch]) -> dict[str, Tensor]:
-    parameters = dict(whole.named_parameters())
-    matrices = [p for p in parameters.values() if p.dim() > 1]
-    others = [p for p in parameters.values() if p.dim() <= 1]
+def _largest(value: Tensor) -> float:
+    return float(value.abs().max()) if value.numel() else 0.0
+
+
+def _bound(key: str, value: Tensor, runs: list[dict[str, Tensor]], numerics: str) -> float:
+    if Place.of(0, key).quantity in EXACT:
+        return 0.0
+    if numerics == "wide":
+        return RELATIVE * _largest(value) + ABSOLUTE
+    noise = max((_largest(run[key].double() - value.double()) for run in runs), default=0.0)
+    return max(SHIPPED[numerics] * _largest(value), ALLOWANCE * noise) + ABSOLUTE
+
+
+def _steps(
+    plan: Plan, model: Model, batches: list[Batch], numerics: str, inside: bool, disturbed: int | None
+) -> Iterator[dict[str, Tensor]]:
+    """The record of the initial weights, then that of each step."""
+    dtype = TYPES[numerics]
+    whole = build_whole(model, plan.seed, dtype)
+    if disturbed is not None:
+        _disturb(whole, dtype, disturbed)
+    computed = dict(whole.named_parameters())
+    masters = {name: p.detach().to(torch.promote_types(dtype, torch.float32)).clone() for name, p in computed.items()}
+    decayed = [value for value in masters.values() if value.dim() > 1]
+    others = [value for value in masters.values() if value.dim() <= 1]
     optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": plan.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        lr=plan.lr,
-        betas=(plan.beta1, plan.beta2),
-        eps=1e-8,
-    )
-    record: dict[str, Tensor] = {}
-    losses, norms = [], []
+        [{"params": decayed, "weight_decay": plan.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=plan.lr, betas=(plan.beta1, plan.beta2), eps=1e-8,
+    )  # fmt: skip
+    list_name, blocks = find_blocks(whole)
+    names = {f"{list_name}.{number}" for number in range(len(blocks))}
+    recorder = Recorder()
+    recorder.attach(watched(whole, names, inside=inside), names)
+    yield {Place(0, "initial weight", name).key: value.clone() for name, value in masters.items()}
     for step, batch in enumerate(batches):
-        optimizer.zero_grad(set_to_none=False)
-        tokens = int((batch.targets != IGNORE).sum())
-        loss = torch.zeros((), dtype=torch.float64)
-        for microbatch in batch.split(plan.dp * plan.microbatches):
-            logits = whole(
-                input_ids=microbatch.tokens,
-                attention_mask=attention_mask(microbatch),
-                position_ids=microbatch.positions,
-                use_cache=False,
-            ).logits
-            summed = F.cross_entropy(
-                logits.flatten(0, 1), microbatch.targets.flatten(), ignore_index=IGNORE, reduction="sum"
-            )
-            share = summed / max(tokens, 1)
-            share.backward()
-            loss += share.detach()
-        if step == 0:
-            record |= {f"gradient/{n}": _gradient(p).clone() for n, p in parameters.items()}
-        gradients = [_gradient(p) for p in parameters.values()]
-        norm = torch.sqrt(cast(Tensor, sum(gradient.square().sum() for gradient in gradients)))
-        if plan.clip:
-            torch.nn.utils.clip_grad_norm_(parameters.values(), plan.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(plan, step, plan.steps)
-        optimizer.step()
-        losses.append(loss)
-        norms.append(norm)
-    record |= {f"weight/{n}": p.detach().clone() for n, p in parameters.items()}
-    return record | {"loss": torch.stack(losses), "norm": torch.stack(norms)}
+        recorder.seen = {}
+        gradients = {name: torch.zeros_like(value) for name, value in masters.items()}
+        _accumulate(plan, whole, batch, gradients, recorder)
+        _update(plan, step, masters, gradients, optimizer, recorder)
+        with torch.no_grad():
+            for name, parameter in computed.items():
+                parameter.copy_(masters[name])
+                recorder.add("published weight", parameter, name)
+        yield recorder.seen
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+def _accumulate(plan: Plan, whole: Any, batch: Batch, gradients: dict[str, Tensor], recorder: Recorder) -> None:
+    """Forward and backward of every microbatch; `gradients` gain theirs."""
+    tokens = int((batch.targets != IGNORE).sum())
+    loss = torch.zeros((), dtype=torch.float64)
+    for number, microbatch in enumerate(batch.split(plan.dp * plan.microbatches)):
+        record_batch(recorder, microbatch, number)
+        recorder.microbatch = number
+        logits = whole(
+            input_ids=microbatch.tokens,
+            attention_mask=attention_mask(microbatch),
+            position_ids=microbatch.positions,
+            use_cache=False,
+        ).logits
+        flat = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+        share = F.cross_entropy(flat, microbatch.targets.flatten(), ignore_index=IGNORE, reduction="sum") / max(
+            tokens, 1
+        )
+        recorder.add("share", share, microbatch=number)
+        share.backward()
+        recorder.microbatch = None
+        loss += share.detach()
+        for name, parameter in whole.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] += parameter.grad
+                parameter.grad = None
+    for name in reversed(gradients):  # the order in which backward finishes them
+        recorder.add("gradient", gradients[name], name)
+    recorder.add("tokens", torch.tensor(tokens))
+    recorder.add("loss", loss)
+
+
+def _update(
+    plan: Plan, step: int, masters: dict[str, Tensor], gradients: dict[str, Tensor], optimizer: torch.optim.Optimizer,
+    recorder: Recorder,
+) -> None:  # fmt: skip
+    norm = torch.sqrt(cast(Tensor, sum(gradient.double().square().sum() for gradient in gradients.values())))
+    recorder.add("norm", norm)
+    factor = min(1.0, plan.clip / (float(norm) + 1e-6)) if plan.clip else 1.0
+    recorder.add("clip", torch.tensor(factor, dtype=torch.float64))
+    for name, master in masters.items():
+        master.grad = gradients[name] * factor
+        recorder.add("clipped gradient", master.grad, name)
+    lr = learning_rate(plan, step, plan.steps)
+    recorder.add("lr", torch.tensor(lr, dtype=torch.float64))
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    for name, master in masters.items():
+        recorder.add("first moment", optimizer.state[master]["exp_avg"], name)
+        recorder.add("second moment", optimizer.state[master]["exp_avg_sq"], name)
+        recorder.add("weight", master, name)
+
+
+def record_batch(recorder: Recorder, batch: Batch, microbatch: int) -> None:
+    for field in ("sample_ids", "tokens", "targets", "positions", "document_ids"):
+        recorder.add("batch", getattr(batch, field), field, microbatch)
+
+
+def _disturb(whole: nn.Module, dtype: torch.dtype, seed: int) -> None:
+    """From now on every module's output, and the gradient that comes back to it, is off by up to one rounding of `dtype`
+    of its own magnitude and of its tensor's (partial sums are as large as their parts)."""
+    generator = torch.Generator().manual_seed(seed)
+    rounding = torch.finfo(dtype).eps
+
+    def off(x: Tensor) -> Tensor:
+        draw = torch.rand(x.shape, generator=generator, dtype=torch.float32).to(x.dtype) * 2 - 1
+        return (x.detach().abs() + x.detach().square().mean().sqrt()) * draw * rounding
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        disturbed = output + off(output)
+        if disturbed.requires_grad:
+            disturbed.register_hook(lambda gradient: gradient + off(gradient))
+        return disturbed
+
+    for module in whole.modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_hook(hook)

@@ -62,17 +62,15 @@ def train(
         return 0
     with _claimed(folder, overwrite), tempfile.TemporaryDirectory(prefix="plait-prove-") as scratch:
         tokenise()
-        file = Path(scratch) / "reference.safetensors" if prove else None
+        proof = (Path(scratch), prove) if prove else None
 
         def single() -> None:
             from ..check.reference import reference
 
-            assert file is not None
             corpus = prepare(plan, model.facts.vocabulary)
-            reference(plan, model, global_batches(corpus, plan, prove), file)
+            reference(plan, model, global_batches(corpus, plan, prove), Path(scratch))
 
         helpers = (single,) if prove else ()
-        proof = (file, prove) if file is not None else None
         verdicts = launch(
             lambda meeting: _rank(meeting, plan, model, folder, proof, sample, prompt), plan.world, helpers=helpers
         )
@@ -155,7 +153,7 @@ def _rank(
     meeting: Any, plan: Plan, model: Any, folder: Path, proof: tuple[Path, int] | None, sample: int, prompt: str
 ) -> bool:
     """One rank's life, from joining the world to the last picture; returns whether the proof held."""
-    from ..check.compare import compare, passed
+    from ..check.compare import compare
     from ..runtime.comm.world import World
     from ..runtime.data.batches import Batches, global_batches
     from ..runtime.data.tokens import prepare
@@ -170,12 +168,12 @@ def _rank(
         view = View(plan, model.facts, corpus, batches.steps_total) if world.rank == 0 else None
         if view:
             view.opening()
-        rows = None
+        verdict = None
         if proof is not None:
-            rows = compare(plan, world, model, global_batches(corpus, plan, proof[1]), proof[0])
+            verdict = compare(plan, world, model, global_batches(corpus, plan, proof[1]), proof[0])
             if view:
-                view.proof(rows)
-            if not passed(rows):
+                view.proof(verdict)
+            if not verdict.passed:
                 return False
         run = build(plan, world, model=model, steps=batches.steps_total)
         metrics = loop.Metrics(folder / METRICS) if view else None
@@ -192,7 +190,7 @@ def _rank(
         start = corpus.tokenizer.encode(prompt) or [corpus.tokenizer.end]
         text = _printable(corpus.tokenizer.decode(start + draw(run, start, sample))) if sample else ""
         if view:
-            view.closing(run.pipeline.schedule, timeline, expected, traffic, rows, text, folder)
+            view.closing(run.pipeline.schedule, timeline, expected, traffic, verdict, text, folder)
     return True
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from ..check.compare import QUANTITIES, Row, passed, summary
+from ..check.places import WORDS, Verdict
 from ..design.cost.traffic import traffic
 from ..design.facts import ModelFacts
 from ..design.plan import Plan
@@ -23,7 +23,7 @@ from ..report import traffic as traffic_report
 from ..report.words import counted, size
 from ..runtime.data.tokens import Corpus
 from ..runtime.training.step import Report
-from .check import verdict_table
+from .check import show
 from .terminal import Terminal
 
 predicted = traffic
@@ -49,13 +49,13 @@ class View:
         self._console.print(f"text: {self._corpus.description}", soft_wrap=True)
         self._console.print(sharding_report.table(shard(facts, plan), plan))
 
-    def proof(self, rows: list[Row]) -> None:
+    def proof(self, verdict: Verdict) -> None:
         """Before training: in a word when the layout is right (the closing says how far), else with what departs."""
-        if passed(rows):
+        if verdict.passed:
             self._console.print("proof: equal to one process", soft_wrap=True)
         else:
-            self._console.print(verdict_table(rows))
-            self._console.print(proof_line(rows), soft_wrap=True)
+            show(self._console, verdict, self._plan)
+            self._console.print(proof_line(verdict), soft_wrap=True)
 
     def step(self, report: Report) -> None:
         self._seen.append(report)
@@ -77,7 +77,7 @@ class View:
 
     def closing(
         self, schedule: Schedule, measured: Timeline, expected: list[Traffic], moved: list[Traffic],
-        rows: list[Row] | None, text: str, folder: Path,
+        verdict: Verdict | None, text: str, folder: Path,
     ) -> None:  # fmt: skip
         console, last = self._console, self._seen[-10:]
         # The mean over the last tokens, not over the last steps: a short last batch counts for what it is.
@@ -96,21 +96,24 @@ class View:
         console.print(traffic_report.table(expected, moved))
         axes = ", ".join(f"{axis} {size(float(sent))}" for axis, sent in sent_per_axis(moved).items())
         console.print(f"per axis, all ranks: {axes or 'nothing'}", soft_wrap=True)
-        if rows is not None:
-            console.print(proof_line(rows), soft_wrap=True)
+        if verdict is not None:
+            console.print(proof_line(verdict), soft_wrap=True)
         if text:
             console.print("\nsample", style="bold")
             console.print(Text(text), soft_wrap=True)
         console.print(f"\nwritten: {folder / 'metrics.jsonl'}", soft_wrap=True)
 
 
-def proof_line(rows: list[Row]) -> str:
+PROVEN = ("loss", "norm", "gradient", "weight")
+"""The quantities that the line of a proof gives; the others are in the table of `plait check`."""
+
+
+def proof_line(verdict: Verdict) -> str:
     """How far the layout was from one process, in one line."""
-    worst = summary(rows)
-    steps = sum(row.quantity == "loss" for row in rows)
-    word = "equal" if passed(rows) else "NOT equal"
-    found = ", ".join(f"{quantity} {worst[quantity].relative:.1e}" for quantity in QUANTITIES)
-    return f"proof: {word} to one process on the same {steps} batches (fp64, largest relative deviation): {found}"
+    word = "equal" if verdict.passed else "NOT equal"
+    found = ", ".join(f"{WORDS[quantity]} {verdict.relative(quantity):.1e}" for quantity in PROVEN)
+    steps = counted(verdict.steps, "step")
+    return f"proof: {word} to one process in the same {steps} (fp64, largest relative deviation): {found}"
 
 
 def mean_seconds(measured: Timeline) -> Any:

@@ -32,6 +32,13 @@ def order(count: int, seed: int, epoch: int) -> np.ndarray:
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
 
 
+def own_rows(plan: Plan, rank: int) -> slice:
+    """Which rows of a global batch `rank` reads: ranks that differ only in pp or tp read the same."""
+    share = plan.batch // plan.dp
+    first = plan.mesh.coordinate(rank)["dp"] * share
+    return slice(first, first + share)
+
+
 class Batches:
     """This rank's part of every global batch, in turn: an iterator over batches of [batch / dp, seq].
 
@@ -42,8 +49,7 @@ class Batches:
     def __init__(self, corpus: Corpus, plan: Plan, rank: int) -> None:
         self._corpus = corpus
         self._plan = plan
-        self._share = plan.batch // plan.dp
-        self._first = plan.mesh.coordinate(rank)["dp"] * self._share
+        self._own = own_rows(plan, rank)
         self._rows = rows(corpus, plan.seq)
         self._epoch, self._row = 0, 0
         self._order = order(self._rows, plan.seed, 0)
@@ -79,14 +85,14 @@ class Batches:
         if self._ended:
             raise StopIteration
         ids = self._order[self._row : self._row + plan.batch]
-        mine = ids[self._first : self._first + self._share]
+        mine = ids[self._own]
         # The state moves on before the batch is handed out: a checkpoint taken after its step must not repeat it.
         after = self._row + len(ids)
         if after < self._rows:
             self._row = after
         else:
             self._go_to(self._epoch + 1, 0)
-        return row(self._corpus, plan.seq, mine).padded(self._share)
+        return row(self._corpus, plan.seq, mine).padded(plan.batch // plan.dp)
 
     @property
     def _steps_an_epoch(self) -> int:

@@ -74,8 +74,8 @@ def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = 
 
     return Run(
         plan=plan, world=world, model=model, sharding=sharding, sink=sink, optimizer=optimizer, clock=clock,
-        pipeline=pipeline(schedule, clock), forward=pipeline(lower(FORWARD_ONLY(plan.pp, 1)), Clock(world.device)),
-        forget=forget, steps=steps,
+        body=body, stage=stage, pipeline=pipeline(schedule, clock),
+        forward=pipeline(lower(FORWARD_ONLY(plan.pp, 1)), Clock(world.device)), forget=forget, steps=steps,
     )  # fmt: skip
 
 

@@ -67,6 +67,11 @@ class Optimizer:
             for parameter, weight in self._published:
                 parameter.copy_(weight)
 
+    @property
+    def rate(self) -> float:
+        """The learning rate of the last update."""
+        return float(self._adamw.param_groups[0]["lr"])
+
     def moments(self, name: str) -> tuple[Tensor, Tensor]:
         state = self._adamw.state[self.weights[name]]
         return state["exp_avg"], state["exp_avg_sq"]

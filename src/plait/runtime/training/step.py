@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -17,12 +18,20 @@ from ..batch import Batch
 from ..comm.collectives import all_reduce
 from ..comm.world import World
 from ..hf.read import Model
+from ..hf.stage_model import StageModel
 from ..parallel.clock import Clock
 from ..parallel.data import Buckets
 from ..parallel.pipeline import Pipeline
+from ..parallel.stage import Stage
 from ..parallel.tensor import SharedInput
 from .gradients import clip, loss_and_norm, squared_norm
 from .optimizer import Optimizer, learning_rate
+
+Moment = Literal["reduced", "clipped"]
+"""Gradients summed over the ranks and not yet clipped; clipped and not yet used."""
+
+
+def _unseen(moment: Moment) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -46,9 +55,11 @@ class Run:
 
     def __init__(
         self, *, plan: Plan, world: World, model: Model, sharding: Sharding, sink: Buckets, optimizer: Optimizer,
-        clock: Clock, pipeline: Pipeline, forward: Pipeline, forget: SharedInput, steps: int | None = None,
+        clock: Clock, body: StageModel, stage: Stage, pipeline: Pipeline, forward: Pipeline, forget: SharedInput,
+        steps: int | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.world, self.model, self.sharding = plan, world, model, sharding
+        self.body, self.stage = body, stage
         self.sink, self.optimizer = sink, optimizer
         self.steps = steps or plan.steps
         self.done = 0
@@ -61,9 +72,9 @@ class Run:
         counted = [part.name for part in parts if part.grad.is_first_copy(world.mesh, world.rank)]
         self._counted = [sink.gradients[name] for name in counted]
 
-    def step(self, batch: Batch, *, reduced: Callable[[], None] | None = None) -> Report:
+    def step(self, batch: Batch, *, at: Callable[[Moment], None] = _unseen) -> Report:
         """Trains on this rank's rows of one global batch (batch / dp rows of seq tokens); the same report everywhere.
-        `reduced` is called when the gradients are reduced and not yet clipped: the place to look at them."""
+        `at` is called at each `Moment`, for whoever wants to look at the gradients then."""
         begin = time.perf_counter()
         plan, world = self.plan, self.world
         rows = plan.batch // plan.dp
@@ -83,11 +94,11 @@ class Run:
         microbatches = [part.to(world.device) for part in batch.split(plan.microbatches)]
         share = self.pipeline.run(microbatches, inverse)
         self._shared.forget()
-        if reduced is not None:
-            reduced()
+        at("reduced")
 
         loss, norm = loss_and_norm(share * self._owns_loss, squared_norm(self._counted, world.device), world)
         clip(self.sink.buffers, norm, plan.clip)
+        at("clipped")
 
         lr = learning_rate(plan, self.done, self.steps)
         self.optimizer.step(lr)

@@ -1,0 +1,106 @@
+"""What one rank of the layout has at each place: its slices, recorded while the run takes its steps.
+
+The run is not told: the recorder listens to its modules, and its stage's two methods are wrapped to learn which
+microbatch is at hand. Which one that is follows from the schedule (the n-th forward of the row), not from what the
+runtime says.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..design.schedule import Kind
+from ..runtime.batch import Batch
+from ..runtime.hf.read import find_blocks
+from ..runtime.training.step import Moment, Report, Run
+from .record import Recorder, watched
+from .reference import record_batch
+
+
+class Observer:
+    """Records one run, step by step, in `seen`; `modules` are the names of those that it listens to."""
+
+    def __init__(self, run: Run, *, inside: bool) -> None:
+        self._run = run
+        self._recorder = Recorder()
+        stage = run.world.coordinate["pp"]
+        row = run.pipeline.schedule.rows[stage]
+        first = run.world.coordinate["dp"] * run.plan.microbatches
+        self._forwards = [first + action.microbatch for action in row if action.kind is Kind.FORWARD]
+        list_name, _ = find_blocks(run.body.module)
+        owned = {part.block for part in run.sharding.on_stage(stage) if part.block is not None}
+        blocks = {f"{list_name}.{number}" for number in owned}
+        modules = watched(run.body.module, blocks, inside=inside)
+        self.modules = set(modules)
+        self._recorder.attach(modules, blocks)
+        self._wrap()
+
+    @property
+    def seen(self) -> dict[str, Tensor]:
+        return self._recorder.seen
+
+    def _wrap(self) -> None:
+        stage, recorder = self._run.stage, self._recorder
+        forward, loss = stage.forward, stage.loss
+
+        def observed_forward(batch: Batch, received: Tensor | None) -> Tensor:
+            recorder.microbatch = self._turns.pop(0) if self._turns else None
+            if recorder.microbatch is not None:
+                record_batch(recorder, batch, recorder.microbatch)
+            output = forward(batch, received)
+            self._last = recorder.microbatch
+            recorder.microbatch = None
+            return output
+
+        def observed_loss(logits: Tensor, batch: Batch, inverse_weight: Tensor) -> Tensor:
+            share = loss(logits, batch, inverse_weight)
+            if self._last is not None:
+                recorder.add("share", share, microbatch=self._last)
+            return share
+
+        stage.forward, stage.loss = observed_forward, observed_loss  # type: ignore[method-assign]
+
+    def initial(self) -> None:
+        """The weights before the first step."""
+        self._recorder.seen = {}
+        for name, weight in self._run.optimizer.weights.items():
+            self._recorder.add("initial weight", weight, name)
+
+    def step(self, batch: Batch) -> None:
+        """Takes a step on this rank's rows and records it."""
+        self._recorder.seen = {}
+        self._turns = list(self._forwards)
+        self._last: int | None = None
+        self._report(self._run.step(batch, at=self._at))
+
+    def _at(self, moment: Moment) -> None:
+        quantity = "gradient" if moment == "reduced" else "clipped gradient"
+        for name, gradient in self._run.sink.gradients.items():
+            self._recorder.add(quantity, gradient, name)
+
+    def _report(self, report: Report) -> None:
+        run, recorder = self._run, self._recorder
+        recorder.add("tokens", torch.tensor(report.tokens))
+        for quantity, value in (("loss", report.loss), ("norm", report.grad_norm), ("lr", run.optimizer.rate)):
+            recorder.add(quantity, torch.tensor(value, dtype=torch.float64))
+        recorder.add("clip", torch.tensor(self._clip(), dtype=torch.float64))
+        published = run.body.parameters()
+        for name, weight in run.optimizer.weights.items():
+            first, second = run.optimizer.moments(name)
+            recorder.add("first moment", first, name)
+            recorder.add("second moment", second, name)
+            recorder.add("weight", weight, name)
+            recorder.add("published weight", published[name], name)
+
+    def _clip(self) -> float:
+        """The factor by which this rank scaled its gradients, read off its largest element; 1 when all are zero."""
+        largest, factor = 0.0, 1.0
+        for key, before in self.seen.items():
+            if key.startswith("gradient|") and before.numel():
+                place = before.abs().argmax()
+                value = float(before.flatten()[place])
+                if abs(value) > largest:
+                    after = self.seen[f"clipped {key}"].flatten()[place]
+                    largest, factor = abs(value), float(after) / value
+        return factor
