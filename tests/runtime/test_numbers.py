@@ -12,9 +12,11 @@ import torch
 
 from plait.design.plan import Plan
 from plait.runtime.batch import IGNORE, Batch
+from plait.runtime.comm.nursery import BadNumbersError
 from plait.runtime.comm.world import World
 from plait.runtime.training.assemble import build
 from plait.runtime.training.launch import launch
+from plait.runtime.training.loop import train
 from plait.runtime.training.optimizer import learning_rate
 from tests.conftest import Models
 from tests.nursery import Nursery
@@ -231,3 +233,24 @@ def test_metrics_are_json_lines(tmp_path: Path) -> None:
     Metrics(tmp_path / "metrics.jsonl").write(Report(1, 2.5, 0.5, 1e-3, 100, 0.5))
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert line == {"step": 1, "loss": 2.5, "grad_norm": 0.5, "lr": 1e-3, "tokens": 100, "tokens_per_s": 200.0}
+
+
+def seeded_by_rank(model: str) -> list[str]:
+    """What a run says whose ranks draw their weights from different seeds."""
+    plan = Plan(model=model, dp=2, batch=4, seq=8, steps=1)
+
+    def main(world: World) -> Any:
+        run = build(plan.model_copy(update={"seed": world.rank}), world)
+        try:
+            train(run, [rows_of(random_batch(plan), world)], lambda report: None)
+        except BadNumbersError as error:
+            return f"{run.done} steps: {error}"
+        return "trained"
+
+    return launch(main, plan)
+
+
+def test_p036_replicas_that_begin_apart_are_refused_by_name(nursery: Nursery, tiny: Models) -> None:
+    for rank, said in enumerate(nursery(seeded_by_rank, tiny())):
+        assert said.startswith("0 steps: model.embed_tokens.weight is not the same on ranks 0 and 1")
+        assert f"seed {rank} here" in said

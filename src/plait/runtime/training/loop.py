@@ -9,12 +9,14 @@ from pathlib import Path
 
 from ..batch import Batch
 from ..comm.nursery import BadNumbersError
+from . import replicas
 from .step import Report, Run
 
 
 def train(run: Run, batches: Iterable[Batch], seen: Callable[[Report], None]) -> None:
-    """Takes a step on each batch and shows its report to `seen`, on every rank. Numbers that are not finite end the run
-    on all ranks at once, since all see the same."""
+    """Takes a step on each batch and shows its report to `seen`, on every rank. Copies of a weight that differ before the
+    first step, and numbers that are not finite after any, end the run on all ranks at once, since all see the same."""
+    replicas.agree(run)
     for batch in batches:
         report = run.step(batch)
         seen(report)

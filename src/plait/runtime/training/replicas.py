@@ -1,0 +1,42 @@
+"""Whether ranks that hold one and the same slice hold the same bits: asked before the first step, of every part.
+
+Replicas that begin apart train on, and the loss falls all the same, only slower: nothing else would tell. One digest a
+part travels, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from ...design.layout import Box
+from ..comm.collectives import all_gather
+from ..comm.nursery import BadNumbersError
+from .step import Run
+
+
+def agree(run: Run) -> None:
+    """Raises a `BadNumbersError` that names the first part whose copies differ, and the ranks. All ranks must call."""
+    world, parts = run.world, run.sharding.parts
+    weights = run.optimizer.weights
+    mine = [_digest(weights[part.name]) if part.name in weights else 0 for part in parts]
+    everyones = all_gather(torch.tensor(mine, device=world.device), world.everyone, why="replicas").tolist()
+    for number, part in enumerate(parts):
+        first: dict[Box, int] = {}
+        for rank, digests in enumerate(everyones):
+            box = part.stored.box(world.mesh, rank)
+            if box is None:
+                continue
+            other = first.setdefault(box, rank)
+            if digests[number] != everyones[other][number]:
+                raise BadNumbersError(
+                    f"{part.name} is not the same on ranks {other} and {rank}, which hold copies of one slice: start all "
+                    f"ranks with the same plan (seed {run.plan.seed} here) and the same versions of torch and transformers."
+                )
+
+
+def _digest(weight: Tensor) -> int:
+    raw = weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return int.from_bytes(blake2b(raw, digest_size=8).digest(), "little", signed=True)
