@@ -92,7 +92,7 @@ def figures() -> dict[str, str]:
         ("rowwise", "rowwise", (HIDDEN, 2 * HIDDEN)),
         ("vocabulary", "colwise_gather_output", (VOCABULARY, HIDDEN)),
     ):
-        layout = Layout(shape, (Cut(STYLES[name].weight_dim, ("tp",)),))
+        layout = Layout(shape, (Cut({"out": 0, "in": 1}[STYLES[name].cuts], ("tp",)),))
         found[f"{file}.svg"] = sharding.svg(layout, mesh, title=f"{name}: weight (out x in) cut over tp")
     return found
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from plait.design.facts import ModelFacts, ParameterFact
+from plait.design.facts import ModelFacts, ParameterFact, Piece
+from plait.design.styles import STYLES
 
 
 def parameter(
@@ -15,6 +16,8 @@ def parameter(
     quantum: int = 1,
 ) -> ParameterFact:
     module, _, tensor = name.rpartition(".")
+    side = STYLES[style].cuts if style in STYLES else "none"
+    cut = {"out": 0, "in": 1 if len(shape) > 1 else None}.get(side)
     return ParameterFact(
         module,
         tensor,
@@ -22,7 +25,8 @@ def parameter(
         block,
         after_blocks,
         style,
-        quantum,
+        cut,
+        (Piece("", shape[cut or 0], quantum),),
         reads=module.rpartition(".")[0] or module,
         decays=len(shape) > 1,
     )

@@ -159,9 +159,9 @@ def test_ten_blocks_on_any_number_of_stages(pp: int) -> None:
     facts, plan = llama(blocks=10), Plan(pp=pp)
     sharding = shard(facts, plan)
     on = [sharding.on_stage(stage) for stage in range(pp)]
-    assert [part.name for parts in on for part in parts] == [p.name for p in facts.parameters]
-    assert sum(math.prod(part.compute.shape) for parts in on for part in parts) == facts.elements
-    blocks = [sorted({part.block for part in parts if part.block is not None}) for parts in on]
+    assert [held.name for stage in on for held in stage] == [p.name for p in facts.parameters]
+    assert sum(math.prod(held.shape) for stage in on for held in stage) == facts.elements
+    blocks = [sorted({held.first.block for held in stage if held.first.block is not None}) for stage in on]
     assert list(itertools.chain(*blocks)) == list(range(10))
     assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
     assert [[stage_of_block(plan, facts, b) for b in held] for held in blocks] == [
@@ -169,8 +169,8 @@ def test_ten_blocks_on_any_number_of_stages(pp: int) -> None:
     ]
     assert on[0][0].name == "model.embed_tokens.weight"
     assert [part.name for part in on[-1][-2:]] == ["model.norm.weight", "lm_head.weight"]
-    for stage, parts in enumerate(on):
-        assert all(part.uses[0][0] == stage and part.compute.stages == (stage,) for part in parts)
+    for stage, held in enumerate(on):
+        assert all(one.first.owner == stage and one.first.compute.stages == (stage,) for one in held)
 
 
 def test_there_is_no_eleventh_block() -> None:
@@ -195,18 +195,18 @@ def test_each_element_is_counted_once_over_first_copies(dp: int, tp: int, pp: in
 
 @given(st.integers(0, 20_000), st.sampled_from([2, 4]), st.sampled_from([(1, 1), (2, 2), (3, 4)]), st.booleans())
 def test_buckets(limit: int, item: int, degrees: tuple[int, int], bias: bool) -> None:
-    """Every part once, in the order in which backward finishes; no bucket above the limit unless it is one part; none
-    that could have taken the next part."""
+    """Every parameter once, in the order in which backward finishes; no bucket above the limit unless it is one
+    parameter; none that could have taken the next one."""
     pp, tp = degrees
     sharding = shard(llama(bias=bias), Plan(dp=2, pp=pp, tp=tp))
     for rank in range(sharding.mesh.size):
-        parts = sharding.on_stage(sharding.mesh.coordinate(rank)["pp"])
-        found = buckets(parts, sharding.mesh, rank, limit, item)
-        assert list(itertools.chain(*found)) == list(reversed(parts))
-        sizes = [[elements(part.grad.box(sharding.mesh, rank) or ()) * item for part in bucket] for bucket in found]
+        held = sharding.on_stage(sharding.mesh.coordinate(rank)["pp"])
+        found = buckets(held, sharding.mesh, rank, limit, item)
+        assert list(itertools.chain(*found)) == list(reversed(held))
+        sizes = [[one.elements(sharding.mesh, rank) * item for one in bucket] for bucket in found]
         assert all(sum(size) <= limit or len(size) == 1 for size in sizes)
         assert all(sum(size) + after[0] > limit for size, after in itertools.pairwise(sizes))
-        assert all(len({part.summed_over for part in bucket}) == 1 for bucket in found)
+        assert all(len({one.first.summed_over for one in bucket}) == 1 for bucket in found)
 
 
 def test_no_parts_no_buckets() -> None:

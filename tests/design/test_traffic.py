@@ -55,7 +55,7 @@ def test_tensor_parallel_sums(m: int, pp: int, compute: str, size: int) -> None:
     found = traffic(plan, FACTS)
     for rank in range(plan.world):
         stage = plan.mesh.coordinate(rank)["pp"]
-        blocks = len({p.block for p in shard(FACTS, plan).on_stage(stage)} - {None})
+        blocks = len({p.first.block for p in shard(FACTS, plan).on_stage(stage)} - {None})
         mine = {row.why: row for row in rows(found, "tp", rank)}
         forward, backward = mine["row-parallel output"], mine["column-parallel input gradient"]
         assert forward.calls == m * (2 * blocks + (stage == 0))

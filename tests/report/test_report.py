@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from plait.design.cost.traffic import traffic as predict
-from plait.design.facts import ModelFacts, ParameterFact
+from plait.design.facts import ModelFacts, ParameterFact, Piece
 from plait.design.layout import Cut, Layout
 from plait.design.mesh import Mesh
 from plait.design.plan import Plan
@@ -24,11 +24,11 @@ SVG = "{http://www.w3.org/2000/svg}"
 FACTS = ModelFacts(
     "llama", 2, 64, 4, 4, 128, 64, "lm_head",
     (
-        ParameterFact("model.embed_tokens", "weight", (128, 64), None, False, "embedding_rowwise", 1, "", True),
-        ParameterFact("model.layers.0.mlp.up_proj", "weight", (256, 64), 0, False, "colwise", 1, "", True),
-        ParameterFact("model.layers.1.mlp.up_proj", "weight", (256, 64), 1, False, "colwise", 1, "", True),
-        ParameterFact("model.norm", "weight", (64,), None, True, None, 1, "", False),
-        ParameterFact("lm_head", "weight", (128, 64), None, True, "colwise_gather_output", 1, "", True),
+        ParameterFact("model.embed_tokens", "weight", (128, 64), None, False, "embedding_rowwise", 0, (Piece("", 128),), "", True),
+        ParameterFact("model.layers.0.mlp.up_proj", "weight", (256, 64), 0, False, "colwise", 0, (Piece("", 256),), "", True),
+        ParameterFact("model.layers.1.mlp.up_proj", "weight", (256, 64), 1, False, "colwise", 0, (Piece("", 256),), "", True),
+        ParameterFact("model.norm", "weight", (64,), None, True, None, None, (Piece("", 64),), "", False),
+        ParameterFact("lm_head", "weight", (128, 64), None, True, "colwise_gather_output", 0, (Piece("", 128),), "", True),
     ),
 )  # fmt: skip
 

@@ -163,7 +163,7 @@ def replicas(model: str, compute: str) -> list[Any]:
         for name, weight in run.optimizer.weights.items():
             first, second = run.optimizer.moments(name)
             bits = b"".join(t.detach().numpy().tobytes() for t in (weight, first, second))
-            held[f"{run.sharding.part(name).stored.box(plan.mesh, world.rank)} {name}"] = hashlib.sha256(
+            held[f"{run.sharding.parameter(name).boxes(plan.mesh, world.rank)} {name}"] = hashlib.sha256(
                 bits
             ).hexdigest()
         return held

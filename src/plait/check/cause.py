@@ -23,7 +23,7 @@ from ..design.layout import Box
 from ..design.mesh import Mesh
 from ..design.plan import Plan
 from ..design.sharding import Sharding
-from .places import BYTES, PARTS, REPLICAS, Departure, Place, Verdict, layout_of
+from .places import BYTES, PARTS, REPLICAS, Departure, Place, Verdict, beside, boxes_of, output_of
 from .reference import step_file
 
 CLOSE = 1e-6
@@ -70,18 +70,16 @@ class Evidence:
     def box(self, rank: int) -> Box | None:
         if self.place.quantity not in PARTS:
             return None
-        return layout_of(self.sharding.part(self.place.name), self.place.quantity).box(self.mesh, rank)
+        boxes = boxes_of(self.sharding.parameter(self.place.name), self.place.quantity, self.mesh, rank)
+        return boxes[0] if len(boxes) == 1 else None
 
     def own(self, whole: Tensor, rank: int) -> Tensor:
         """The slice of `whole` that `rank` should have."""
-        box = self.box(rank)
-        if box is not None:
-            return whole[tuple(slice(start, stop) for start, stop in box)]
-        held = self.held[rank]
-        if held.shape != whole.shape and held.dim() == whole.dim():
-            part = self.sharding.part(f"{self.place.name}.weight").compute.box(self.mesh, rank)
-            return whole if part is None else whole[..., slice(*part[0])]
-        return whole
+        if self.place.quantity in PARTS:
+            parameter = self.sharding.parameter(self.place.name)
+            boxes = boxes_of(parameter, self.place.quantity, self.mesh, rank)
+            return beside([whole[tuple(slice(*side) for side in box)] for box in boxes], parameter) if boxes else whole
+        return output_of(self.place.name, self.held[rank].shape, whole, self.sharding, rank)
 
     def same(self, one: Tensor, other: Tensor) -> bool:
         if one.shape != other.shape:

@@ -31,7 +31,7 @@ from ..runtime.training.assemble import build
 from ..runtime.training.step import Run
 from .join import Findings, join
 from .observe import Observer
-from .places import BYTES, PARTS, Found, Place, Verdict, layout_of
+from .places import BYTES, PARTS, Found, Place, Verdict, beside, boxes_of, output_of
 from .reference import computing, looks_inside, step_file
 
 POLL_S = 0.005
@@ -65,7 +65,7 @@ class _Desk:
         self._sent = [row for row in traffic(plan, model.facts, wide=numerics == "wide") if row.rank == run.world.rank]
         self._boxes = {
             quantity: {
-                part.name: layout_of(part, quantity).box(plan.mesh, run.world.rank) for part in run.sharding.parts
+                held.name: boxes_of(held, quantity, plan.mesh, run.world.rank) for held in run.sharding.parameters
             }
             for quantity in PARTS
         }
@@ -94,7 +94,7 @@ class _Desk:
         """Whether this rank has something at `place`, on paper."""
         plan, here = self._plan, self._world.coordinate
         if place.quantity in PARTS:
-            return self._boxes[place.quantity].get(place.name) is not None
+            return bool(self._boxes[place.quantity].get(place.name))
         if place.microbatch is None:
             return True
         if place.microbatch // plan.microbatches != here["dp"]:
@@ -118,16 +118,13 @@ class _Desk:
         """The slice of the reference that `held` should be."""
         shape = whole.get_shape()
         if not shape:
-            return whole[...]
+            scalar: Tensor = whole[...]
+            return scalar
         if place.quantity in PARTS:
-            box = self._boxes[place.quantity][place.name]
-            assert box is not None
-            return whole[tuple(slice(start, stop) for start, stop in box)]
-        weight = self._boxes["published weight"].get(f"{place.name}.weight")
-        if held.shape != torch.Size(shape) and weight is not None:
-            # A column-parallel output: cut in its last dim as the weight is in its first.
-            return whole[(..., slice(*weight[0]))]
-        return whole[...]
+            boxes = self._boxes[place.quantity][place.name]
+            slices = [whole[tuple(slice(start, stop) for start, stop in box)] for box in boxes]
+            return beside(slices, self._run.sharding.parameter(place.name))
+        return output_of(place.name, held.shape, whole, self._run.sharding, self._world.rank)
 
     def _bytes(self, step: int) -> dict[str, Found]:
         """The ledger of the step against the prediction: calls and payloads, by reason."""

@@ -110,7 +110,7 @@ def norm_of(e: Evidence) -> str | None:
     if e.place.quantity not in ("norm", "clip"):
         return None
     squares: dict[str, float] = {}
-    for part in e.sharding.parts:
+    for part in e.sharding.parameters:
         gradient = e.reference(Place(e.place.step, "gradient", part.name))
         squares[part.name] = 0.0 if gradient is None else float(gradient.double().square().sum())
 
@@ -128,8 +128,8 @@ def norm_of(e: Evidence) -> str | None:
 
     for axes in e.axes:
         counted = 0.0
-        for part in e.sharding.parts:
-            cut = set(part.grad.cut_axes)
+        for part in e.sharding.parameters:
+            cut = set(part.first.grad.cut_axes)
             counted += squares[part.name] * e.mesh.degree(*(axis for axis in axes if axis not in cut and axis != "pp"))
         if e.all_wrong(lambda r, counted=counted: fits(r, math.sqrt(counted))):  # type: ignore[misc]
             return f"whole copies over {' and '.join(axes)} are each counted"

@@ -24,12 +24,13 @@ class Observer:
     def __init__(self, run: Run, *, inside: bool) -> None:
         self._run = run
         self._recorder = Recorder()
+        self._at_hand: int | None = None
         stage = run.world.coordinate["pp"]
         row = run.pipeline.schedule.rows[stage]
         first = run.world.coordinate["dp"] * run.plan.microbatches
         self._forwards = [first + action.microbatch for action in row if action.kind is Kind.FORWARD]
         list_name, _ = find_blocks(run.body.module)
-        owned = {part.block for part in run.sharding.on_stage(stage) if part.block is not None}
+        owned = {p.first.block for p in run.sharding.on_stage(stage) if p.first.block is not None}
         blocks = {f"{list_name}.{number}" for number in owned}
         modules = watched(run.body.module, blocks, inside=inside)
         self.modules = set(modules)
@@ -49,14 +50,14 @@ class Observer:
             if recorder.microbatch is not None:
                 record_batch(recorder, batch, recorder.microbatch)
             output = forward(batch, received)
-            self._last = recorder.microbatch
+            self._at_hand = recorder.microbatch
             recorder.microbatch = None
             return output
 
         def observed_loss(logits: Tensor, batch: Batch, inverse_weight: Tensor) -> Tensor:
             share = loss(logits, batch, inverse_weight)
-            if self._last is not None:
-                recorder.add("share", share, microbatch=self._last)
+            if self._at_hand is not None:
+                recorder.add("share", share, microbatch=self._at_hand)
             return share
 
         stage.forward, stage.loss = observed_forward, observed_loss  # type: ignore[method-assign]
@@ -71,13 +72,13 @@ class Observer:
         """Takes a step on this rank's rows and records it."""
         self._recorder.seen = {}
         self._turns = list(self._forwards)
-        self._last: int | None = None
         self._report(self._run.step(batch, at=self._at))
 
     def _at(self, moment: Moment) -> None:
         quantity = "gradient" if moment == "reduced" else "clipped gradient"
         for name, gradient in self._run.sink.gradients.items():
-            self._recorder.add(quantity, gradient, name)
+            if name in self._run.optimizer.weights:  # a tied weight's is whole at its owner
+                self._recorder.add(quantity, gradient, name)
 
     def _report(self, report: Report) -> None:
         run, recorder = self._run, self._recorder
@@ -91,7 +92,9 @@ class Observer:
             recorder.add("first moment", first, name)
             recorder.add("second moment", second, name)
             recorder.add("weight", weight, name)
-            recorder.add("published weight", published[name], name)
+
+        for name, weight in published.items():
+            recorder.add("published weight", weight, name)
 
     def _clip(self) -> float:
         """The factor by which this rank scaled its gradients, read off its largest element; 1 when all are zero."""

@@ -14,13 +14,17 @@ departs. A microbatch is numbered over the whole step: dp rank x microbatches + 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from pydantic import TypeAdapter
+from torch import Tensor
 
-from ..design.layout import Layout
-from ..design.sharding import Part
+from ..design.layout import Box, Layout, balanced
+from ..design.mesh import Mesh
+from ..design.sharding import Parameter, Part, Sharding
 
 BYTES = "bytes"
 REPLICAS = "replicas"
@@ -104,6 +108,33 @@ def layout_of(part: Part, quantity: str) -> Layout:
     if quantity.endswith("moment"):
         return part.state
     return part.compute if quantity == "published weight" else part.stored
+
+
+def boxes_of(parameter: Parameter, quantity: str, mesh: Mesh, rank: int) -> tuple[Box, ...]:
+    """What `rank` holds of `quantity` of a parameter, part by part, in the parameter's indices; empty: nothing."""
+    found = [(part, layout_of(part, quantity).box(mesh, rank)) for part in parameter.parts]
+    return tuple(part.within(box) for part, box in found if box is not None)
+
+
+def beside(slices: Sequence[Tensor], parameter: Parameter) -> Tensor:
+    """The slices of the parts as a rank holds them: side by side in one tensor."""
+    return slices[0] if len(slices) == 1 else torch.cat(tuple(slices), parameter.first.dim)
+
+
+def output_of(module: str, shape: Sequence[int], whole: Any, sharding: Sharding, rank: int) -> Tensor:
+    """The slice that `rank` should have of a module's output (or of its gradient), where it holds one of `shape`: all of
+    `whole`, or what its slice of the weight makes, or what belongs to its own heads."""
+    full, weight = list(whole.get_shape() if hasattr(whole, "get_shape") else whole.shape), sharding.of_module(module)
+    differ = [dim for dim, (mine, all_) in enumerate(zip(shape, full, strict=False)) if mine != all_]
+    if len(shape) != len(full) or len(differ) != 1 or weight is None:
+        found: Tensor = whole[...] if hasattr(whole, "get_shape") else whole
+        return found
+    dim = differ[0]
+    spans: Sequence[tuple[int, int]] = weight.spans(sharding.mesh, rank)
+    if weight.first.region == "heads":
+        spans = [balanced(full[dim], sharding.mesh.degree("tp"), sharding.mesh.coordinate(rank)["tp"])]
+    before = (slice(None),) * dim
+    return torch.cat([whole[(*before, slice(*span))] for span in spans], dim)
 
 
 @dataclass(frozen=True)

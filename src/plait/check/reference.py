@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ..design.plan import Plan
 from ..runtime.batch import IGNORE, Batch
 from ..runtime.hf.read import Model, find_blocks
-from ..runtime.hf.stage_model import attention_mask, build_whole
+from ..runtime.hf.whole import WholeModel
 from ..runtime.training.optimizer import learning_rate
 from .places import EXACT, Place
 from .record import Recorder, watched
@@ -100,7 +100,8 @@ def _steps(
 ) -> Iterator[dict[str, Tensor]]:
     """The record of the initial weights, then that of each step."""
     dtype = TYPES[numerics]
-    whole = build_whole(model, plan.seed, dtype)
+    running = WholeModel(model, plan.seed, dtype)
+    whole = running.module
     if disturbed is not None:
         _disturb(whole, dtype, disturbed)
     computed = dict(whole.named_parameters())
@@ -119,7 +120,8 @@ def _steps(
     for step, batch in enumerate(batches):
         recorder.seen = {}
         gradients = {name: torch.zeros_like(value) for name, value in masters.items()}
-        _accumulate(plan, whole, batch, gradients, recorder)
+        running.step = step
+        _accumulate(plan, running, batch, gradients, recorder)
         _update(plan, step, masters, gradients, optimizer, recorder)
         with torch.no_grad():
             for name, parameter in computed.items():
@@ -128,19 +130,14 @@ def _steps(
         yield recorder.seen
 
 
-def _accumulate(plan: Plan, whole: Any, batch: Batch, gradients: dict[str, Tensor], recorder: Recorder) -> None:
+def _accumulate(plan: Plan, whole: WholeModel, batch: Batch, gradients: dict[str, Tensor], recorder: Recorder) -> None:
     """Forward and backward of every microbatch; `gradients` gain theirs."""
     tokens = int((batch.targets != IGNORE).sum())
     loss = torch.zeros((), dtype=torch.float64)
     for number, microbatch in enumerate(batch.split(plan.dp * plan.microbatches)):
         record_batch(recorder, microbatch, number)
         recorder.microbatch = number
-        logits = whole(
-            input_ids=microbatch.tokens,
-            attention_mask=attention_mask(microbatch),
-            position_ids=microbatch.positions,
-            use_cache=False,
-        ).logits
+        logits = whole.forward(microbatch)
         flat = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
         share = F.cross_entropy(flat, microbatch.targets.flatten(), ignore_index=IGNORE, reduction="sum") / max(
             tokens, 1
@@ -149,7 +146,7 @@ def _accumulate(plan: Plan, whole: Any, batch: Batch, gradients: dict[str, Tenso
         share.backward()
         recorder.microbatch = None
         loss += share.detach()
-        for name, parameter in whole.named_parameters():
+        for name, parameter in whole.module.named_parameters():
             if parameter.grad is not None:
                 gradients[name] += parameter.grad
                 parameter.grad = None
@@ -196,7 +193,9 @@ def _disturb(whole: nn.Module, dtype: torch.dtype, seed: int) -> None:
         draw = torch.rand(x.shape, generator=generator, dtype=torch.float32).to(x.dtype) * 2 - 1
         return (x.detach().abs() + x.detach().square().mean().sqrt()) * draw * rounding
 
-    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor):  # a router's choice and its weights
+            return output
         disturbed = output + off(output)
         if disturbed.requires_grad:
             disturbed.register_hook(lambda gradient: gradient + off(gradient))

@@ -12,14 +12,26 @@ from functools import cached_property
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A stretch of the dim that tp cuts, cut by itself: q, k and v of a fused projection, gate and up of a fused MLP.
+    `quantum` elements are never parted (one attention group, say)."""
+
+    name: str
+    length: int
+    quantum: int = 1
+
+
+@dataclass(frozen=True)
 class ParameterFact:
     """One parameter of the whole model.
 
     `module` is the module that owns it, `tensor` its name there ("weight"), `block` the index of the decoder block it
     belongs to, or None with `after_blocks` saying on which end it is used. `style` names the module's row in
-    design/styles.py (None: every rank holds it whole), `quantum` the number of elements of the cut dim that must stay
-    together (one attention group), `reads` its module's input (modules that read one and the same tensor, as q, k and v
-    do, share the name), `decays` whether weight decay applies (matrices: yes; norms and biases: no).
+    design/styles.py (None: every rank holds it whole), `cut` the dim that tp cuts by it (None: none), and `pieces` what
+    that dim is made of, in order (one piece without a name where the tensor is not fused). `reads` names the module's
+    input (modules that read one and the same tensor, as q, k and v do, share the name), `decays` says whether weight
+    decay applies (matrices: yes; norms and biases: no), `tied` names the further modules that use this very parameter,
+    each with its style.
     """
 
     module: str
@@ -28,9 +40,11 @@ class ParameterFact:
     block: int | None
     after_blocks: bool
     style: str | None
-    quantum: int
+    cut: int | None
+    pieces: tuple[Piece, ...]
     reads: str
     decays: bool
+    tied: tuple[tuple[str, str | None], ...] = ()
 
     @property
     def name(self) -> str:
@@ -44,7 +58,7 @@ class ParameterFact:
 @dataclass(frozen=True)
 class ModelFacts:
     """One model: its sizes and its parameters, in the order in which a forward uses them. `head` names the module that
-    gives the logits."""
+    gives the logits, `experts_per_token` how many experts of a layer a token goes to (0: there are none)."""
 
     family: str
     blocks: int
@@ -55,6 +69,7 @@ class ModelFacts:
     positions: int
     head: str
     parameters: tuple[ParameterFact, ...]
+    experts_per_token: int = 0
 
     @property
     def elements(self) -> int:
@@ -63,3 +78,16 @@ class ModelFacts:
     @cached_property
     def by_name(self) -> Mapping[str, ParameterFact]:
         return {parameter.name: parameter for parameter in self.parameters}
+
+    @cached_property
+    def head_weight(self) -> ParameterFact:
+        """The parameter that the head multiplies by: its own, or the embedding's where the two are tied."""
+        return next(
+            p for p in self.parameters if p.tensor == "weight" and self.head in (p.module, *(use[0] for use in p.tied))
+        )
+
+    @cached_property
+    def styles(self) -> Mapping[str, str | None]:
+        """The style of every module that has parameters."""
+        found = {parameter.module: parameter.style for parameter in self.parameters}
+        return found | {module: style for parameter in self.parameters for module, style in parameter.tied}

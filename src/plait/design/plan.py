@@ -17,7 +17,7 @@ from .facts import ModelFacts
 from .layout import balanced
 from .mesh import AXES, Mesh
 from .schedule import make
-from .styles import STYLES, style
+from .styles import style
 
 
 class Plan(BaseModel):
@@ -148,21 +148,20 @@ def tensors_divide(plan: Plan, facts: ModelFacts) -> str | None:
     if plan.tp == 1:
         return None
     for parameter in facts.parameters:
-        if parameter.style is None:
+        if parameter.style is not None:
+            style(parameter.style, parameter.module)  # refuses what is not carried out, by name
+        if parameter.cut is None:
             continue
-        dim = style(parameter.style, parameter.module).cut_dim(parameter.tensor)
-        if dim is None:
-            continue
-        units = parameter.shape[dim] // parameter.quantum
-        if units % plan.tp:
-            what = {facts.vocabulary: "vocabulary rows"}.get(units, "columns")
-            what = (
-                f"KV heads ({facts.heads} heads in groups of {facts.heads // facts.kv_heads})"
-                if parameter.quantum > 1
-                else what
-            )
-            legal = listed(legal_tp(facts))
-            return f"tp {plan.tp} does not divide the {units} {what} of {parameter.name}: this model takes tp {legal}."
+        for piece in parameter.pieces:
+            units = piece.length // piece.quantum
+            if units % plan.tp:
+                what = {facts.vocabulary: "vocabulary rows"}.get(units, "columns")
+                if piece.quantum > 1:
+                    what = f"KV heads ({facts.heads} heads in groups of {facts.heads // facts.kv_heads})"
+                return (
+                    f"tp {plan.tp} does not divide the {units} {what} of {parameter.name}: this model takes tp "
+                    f"{listed(legal_tp(facts))}."
+                )
     return None
 
 
@@ -188,11 +187,12 @@ RULES: tuple[Rule, ...] = (
 def legal_tp(facts: ModelFacts) -> list[int]:
     """Every tp degree up to 64 that divides whatever the model's tensor plan cuts."""
     units = [facts.kv_heads]
-    for parameter in facts.parameters:
-        if parameter.style in STYLES:
-            dim = STYLES[parameter.style].cut_dim(parameter.tensor)
-            if dim is not None:
-                units.append(parameter.shape[dim] // parameter.quantum)
+    units += [
+        piece.length // piece.quantum
+        for parameter in facts.parameters
+        if parameter.cut is not None
+        for piece in parameter.pieces
+    ]
     return [t for t in range(1, 65) if all(unit % t == 0 for unit in units)]
 
 

@@ -1,33 +1,40 @@
 """Every part through a step: where it is used, which slice each rank computes with, keeps and updates, and over which
 axes its gradient is summed.
 
-The unit is the part, not the parameter: a tensor is an ordered list of parts that may be cut and summed differently.
-In the models of this version every tensor has one part.
+The unit is the part, not the parameter: a parameter is an ordered list of parts that are cut each by itself.
 
     whole model -(pp: stage of the block)-> uses -(tp: the style's cut)-> compute -(ZeRO's row)-> stored, grad, state
+
+    c_attn.weight [h, 3h]      q | k | v          three parts of one parameter
+    on tp rank 0               q0 | k0 | v0       a rank holds the slices of all of them, side by side, in one tensor
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from .facts import ModelFacts, ParameterFact
-from .layout import Cut, Layout, elements
+from .facts import ModelFacts, ParameterFact, Piece
+from .layout import Box, Cut, Layout, elements
 from .mesh import Mesh
 from .plan import Plan, stage_of_block
 from .records import Holding
 from .styles import style
 
-REGION_AXES = {"full": ("dp",)}
+REGION_AXES = {"full": ("dp",), "heads": ("dp", "tp")}
 """Which axes cut the *work* of a module, by the region it works in. dp cuts the batch everywhere; a module that works
 on a shard of the tokens or of the heads adds the axis that cuts those."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """`uses` are (stage, module) pairs; `compute` is the layout in which it is used."""
+    """A piece of one parameter: `start` is where it begins in the parameter's dim `dim`. `uses` are (stage, module)
+    pairs, the owner first, more than one for tied weights; `compute` is the layout in which it is used."""
 
     name: str
+    parameter: str
+    dim: int
+    start: int
     uses: tuple[tuple[int, str], ...]
     region: str
     decays: bool
@@ -35,91 +42,186 @@ class Part:
     compute: Layout
 
     @property
+    def owner(self) -> int:
+        """The stage that counts it, keeps its state and updates it."""
+        return self.uses[0][0]
+
+    @property
     def summed_over(self) -> tuple[str, ...]:
         """The axes over which its gradient is summed: those that cut the work where it is used and do not cut it."""
         return tuple(axis for axis in REGION_AXES[self.region] if axis not in self.compute.cut_axes)
 
-    # One row of the ZeRO table: without ZeRO a rank keeps, reduces and updates what it computes with. ZeRO-1, -2 and -3
-    # add a cut to state, to grad and state, to all three.
+    # One row of the ZeRO table: without ZeRO a rank keeps, reduces and updates what it computes with, if its stage is the
+    # owner. ZeRO-1, -2 and -3 add a cut to state, to grad and state, to all three.
     @property
     def stored(self) -> Layout:
-        return self.compute
+        return self._owned
 
     @property
     def grad(self) -> Layout:
-        return self.compute
+        return self._owned
 
     @property
     def state(self) -> Layout:
-        return self.compute
+        return self._owned
+
+    @cached_property
+    def _owned(self) -> Layout:
+        return replace(self.compute, stages=(self.owner,))
+
+    def within(self, box: Box) -> Box:
+        """A box of this part in the indices of its parameter."""
+        start, stop = box[self.dim] if box else (0, 0)
+        return tuple(
+            (start + self.start, stop + self.start) if dim == self.dim else side for dim, side in enumerate(box)
+        )
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """The parts of one parameter, in order. What a rank holds of them stands side by side in one tensor."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def first(self) -> Part:
+        """Where they are used, what they are summed over and whether they decay is the same for all parts."""
+        return self.parts[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole parameter's."""
+        dim = self.first.dim
+        whole = list(self.first.compute.shape)
+        if whole:
+            whole[dim] = sum(part.compute.shape[dim] for part in self.parts)
+        return tuple(whole)
+
+    def boxes(self, mesh: Mesh, rank: int) -> tuple[Box, ...]:
+        """What `rank` computes with, part by part, in the parameter's indices; empty where it holds none."""
+        found = [(part, part.compute.box(mesh, rank)) for part in self.parts]
+        return tuple(part.within(box) for part, box in found if box is not None)
+
+    def spans(self, mesh: Mesh, rank: int) -> tuple[tuple[int, int], ...]:
+        """The same along the dim of the parts: (start, stop) in the whole parameter."""
+        return tuple(box[self.first.dim] for box in self.boxes(mesh, rank))
+
+    def elements(self, mesh: Mesh, rank: int) -> int:
+        return sum(elements(box) for box in self.boxes(mesh, rank))
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """All parts of a model over the mesh of a plan."""
+    """All parameters of a model over the mesh of a plan."""
 
     mesh: Mesh
-    parts: tuple[Part, ...]
+    parameters: tuple[Parameter, ...]
 
-    def on_stage(self, stage: int) -> tuple[Part, ...]:
-        return tuple(part for part in self.parts if any(use[0] == stage for use in part.uses))
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(part for parameter in self.parameters for part in parameter.parts)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Parameter]:
+        return {parameter.name: parameter for parameter in self.parameters}
+
+    @cached_property
+    def _by_module(self) -> dict[str, Parameter]:
+        # The weight, where a module has several: what its output is cut by.
+        found: dict[str, Parameter] = {}
+        for parameter in self.parameters:
+            for _, module in parameter.first.uses:
+                found.setdefault(module, parameter)
+        return found
+
+    def on_stage(self, stage: int) -> tuple[Parameter, ...]:
+        return tuple(p for p in self.parameters if any(use[0] == stage for use in p.first.uses))
+
+    @cached_property
+    def _parts_by_name(self) -> dict[str, Part]:
+        return {part.name: part for part in self.parts}
 
     def part(self, name: str) -> Part:
-        return next(part for part in self.parts if part.name == name)
+        return self._parts_by_name[name]
+
+    def parameter(self, name: str) -> Parameter:
+        return self._by_name[name]
+
+    def of_module(self, module: str) -> Parameter | None:
+        """The first parameter that `module` uses: its weight."""
+        return self._by_module.get(module)
 
 
-def _compute_layout(parameter: ParameterFact, stage: int, tp: int) -> Layout:
-    layout = Layout(parameter.shape, stages=(stage,))
-    if tp == 1 or parameter.style is None:
-        return layout
-    dim = style(parameter.style, parameter.module).cut_dim(parameter.tensor)
-    return layout if dim is None else layout.then(Cut(dim, ("tp",), parameter.quantum))
+def _layout(parameter: ParameterFact, piece: Piece, stages: tuple[int, ...], tp: int) -> Layout:
+    shape = list(parameter.shape)
+    if parameter.cut is None:
+        return Layout(tuple(shape), stages=stages)
+    shape[parameter.cut] = piece.length
+    layout = Layout(tuple(shape), stages=stages)
+    return layout if tp == 1 else layout.then(Cut(parameter.cut, ("tp",), piece.quantum))
+
+
+def _uses(parameter: ParameterFact, facts: ModelFacts, plan: Plan) -> tuple[tuple[int, str], ...]:
+    """What comes before the blocks is on the first stage, what comes after on the last; so is a tied head."""
+    if parameter.block is not None:
+        stage = stage_of_block(plan, facts, parameter.block)
+    else:
+        stage = plan.pp - 1 if parameter.after_blocks else 0
+    return ((stage, parameter.module), *((plan.pp - 1, module) for module, _ in parameter.tied))
 
 
 def shard(facts: ModelFacts, plan: Plan) -> Sharding:
-    """Lays `facts` over the plan's mesh. What comes before the blocks is on the first stage, what comes after on the
-    last."""
-    parts = []
-    for parameter in facts.parameters:
-        if parameter.block is not None:
-            stage = stage_of_block(plan, facts, parameter.block)
-        else:
-            stage = plan.pp - 1 if parameter.after_blocks else 0
-        parts.append(
-            Part(
-                name=parameter.name,
-                uses=((stage, parameter.module),),
-                region="full",
-                decays=parameter.decays,
-                block=parameter.block,
-                compute=_compute_layout(parameter, stage, plan.tp),
+    """Lays `facts` over the plan's mesh."""
+    parameters = []
+    for fact in facts.parameters:
+        uses = _uses(fact, facts, plan)
+        stages = tuple(dict.fromkeys(stage for stage, _ in uses))
+        region = "full" if fact.style is None or plan.tp == 1 else style(fact.style, fact.module).region
+        parts, start = [], 0
+        for piece in fact.pieces:
+            part = Part(
+                name=f"{fact.name}[{piece.name}]" if len(fact.pieces) > 1 else fact.name,
+                parameter=fact.name,
+                dim=fact.cut or 0,
+                start=start,
+                uses=uses,
+                region=region,
+                decays=fact.decays,
+                block=fact.block,
+                compute=_layout(fact, piece, stages, plan.tp),
             )
-        )
-    return Sharding(plan.mesh, tuple(parts))
+            parts.append(part)
+            start += piece.length
+        parameters.append(Parameter(fact.name, tuple(parts)))
+    return Sharding(plan.mesh, tuple(parameters))
 
 
-def buckets(parts: tuple[Part, ...], mesh: Mesh, rank: int, limit: int, item: int) -> list[tuple[Part, ...]]:
-    """The parts of one rank in the order in which backward finishes them (last used first), in buckets of at most
-    `limit` bytes (`item` bytes an element) that are summed over the same axes."""
-    found: list[tuple[Part, ...]] = []
-    current: list[Part] = []
-    size = 0
-    for part in reversed(parts):
-        box = part.grad.box(mesh, rank)
-        count = elements(box) * item if box is not None else 0
-        if current and (size + count > limit or part.summed_over != current[-1].summed_over):
+def buckets(
+    parameters: tuple[Parameter, ...], mesh: Mesh, rank: int, limit: int, item: int
+) -> list[tuple[Parameter, ...]]:
+    """The parameters of one rank in the order in which backward finishes them (last used first; a tied one when its
+    first use is done), in buckets of at most `limit` bytes (`item` bytes an element) that are summed over the same axes.
+    One open bucket for each set of axes; they leave in the order in which they were filled."""
+    found: list[tuple[Parameter, ...]] = []
+    open_: dict[tuple[str, ...], list[Parameter]] = {}
+    sizes: dict[tuple[str, ...], int] = {}
+    for parameter in reversed(parameters):
+        axes, count = parameter.first.summed_over, parameter.elements(mesh, rank) * item
+        current = open_.setdefault(axes, [])
+        if current and sizes[axes] + count > limit:
             found.append(tuple(current))
-            current, size = [], 0
-        current.append(part)
-        size += count
-    return [*found, tuple(current)] if current else found
+            current = open_[axes] = []
+        sizes[axes] = count + (sizes[axes] if current else 0)
+        current.append(parameter)
+    return [*found, *(tuple(current) for current in open_.values() if current)]
 
 
 def holdings(sharding: Sharding, item: int = 4) -> list[Holding]:
-    """Which slice of which part each rank holds, `item` bytes an element."""
+    """Which slice of which part each rank computes with, `item` bytes an element."""
     rows = []
     for part in sharding.parts:
-        holders = list(part.stored.holders(sharding.mesh))
+        holders = list(part.compute.holders(sharding.mesh))
         for rank, box in holders:
             copies = sum(1 for _, other in holders if other == box)
             rows.append(Holding(rank, part.name, part.block, box, elements(box) * item, copies))

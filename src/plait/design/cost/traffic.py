@@ -6,7 +6,8 @@ Symbols: b rows of a microbatch, s tokens of a row, h hidden size, m microbatche
          embedding, head   one sum forward, one backward, of b s h e
          loss              two sums of b s (the maximum), 2 b s (sum of exponentials, target's logit), in fp32
     pp   each boundary     b s h e forward and as much backward, m times
-    dp   each stage        its gradients, once a step
+    dp   each stage        its gradients, once a step (what works on heads over tp as well: dp.tp)
+    pp   a tied weight     its gradient to the stage that owns it, the new weight back, once a step
     all  the count of target tokens, then the loss with the squared gradient norm
 """
 
@@ -15,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..facts import ModelFacts
-from ..layout import elements
 from ..plan import Plan
 from ..records import WORLD, Traffic
 from ..sharding import Sharding, buckets, shard
@@ -34,7 +34,7 @@ def traffic(plan: Plan, facts: ModelFacts, *, wide: bool = False) -> list[Traffi
     for rank in range(plan.world):
         rows += _tensor(plan, facts, sharding, rank, compute, accumulate)
         rows += _pipeline(plan, facts, rank, compute)
-        rows += _data(plan, sharding, rank, accumulate)
+        rows += _data(plan, sharding, rank, compute, accumulate)
         if plan.world > 1:
             rows.append(Traffic(rank, WORLD, "target tokens", "all_reduce", plan.world, 1, 8))
             rows.append(Traffic(rank, WORLD, "loss and gradient norm", "all_reduce", plan.world, 1, 16))
@@ -49,14 +49,16 @@ def _tensor(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, comput
     whole = tokens * facts.hidden * compute
     inputs: set[str] = set()
     outputs = 0
-    for part in sharding.on_stage(stage):
-        fact = facts.by_name[part.name]
-        if fact.style is None or fact.tensor != "weight":
+    experts = 0
+    for module, reads in _modules(facts, sharding, stage):
+        name = facts.styles[module]
+        if name is None:
             continue
-        row = style(fact.style, fact.module)
+        row = style(name, module)
         if row.enter == "copy":
-            inputs.add(fact.reads)  # q, k and v read one input: its gradient is summed once
+            inputs.add(reads)  # q, k and v read one input: its gradient is summed once
         outputs += row.leave == "sum"
+        experts += row.cuts == "both"
     m = plan.microbatches
 
     def sums(why: str, count: int, payload: int) -> Iterator[Traffic]:
@@ -65,7 +67,8 @@ def _tensor(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, comput
 
     yield from sums("row-parallel output", outputs, whole)
     yield from sums("column-parallel input gradient", len(inputs), whole)
-    if stage == plan.pp - 1 and facts.by_name[f"{facts.head}.weight"].style is not None:
+    yield from sums("routing weights' gradient", experts, tokens * facts.experts_per_token * loss)
+    if stage == plan.pp - 1 and facts.head_weight.cut is not None:
         yield from sums("loss: maximum", 1, tokens * loss)
         yield from sums("loss: sums", 1, 2 * tokens * loss)
 
@@ -83,14 +86,33 @@ def _pipeline(plan: Plan, facts: ModelFacts, rank: int, compute: int) -> Iterato
             yield Traffic(rank, "pp", receive, "receive", plan.pp, m, payload)
 
 
-def _data(plan: Plan, sharding: Sharding, rank: int, item: int) -> Iterator[Traffic]:
-    if plan.dp == 1:
-        return
-    stage = plan.mesh.coordinate(rank)["pp"]
-    parts = sharding.on_stage(stage)
-    groups = buckets(parts, plan.mesh, rank, plan.bucket_bytes, item)
-    payload = 0
-    for part in parts:
-        box = part.grad.box(plan.mesh, rank)
-        payload += 0 if box is None else elements(box) * item
-    yield Traffic(rank, "dp", "gradients", "all_reduce", plan.dp, len(groups), payload)
+def _modules(facts: ModelFacts, sharding: Sharding, stage: int) -> Iterator[tuple[str, str]]:
+    """Every module of a stage that has parameters, once, with the name of what it reads; a tied weight on either end."""
+    seen: set[str] = set()
+    for parameter in sharding.on_stage(stage):
+        fact = facts.by_name[parameter.name]
+        for place, module in parameter.first.uses:
+            if place == stage and module not in seen:
+                seen.add(module)
+                yield module, fact.reads if module == fact.module else module
+
+
+def _data(plan: Plan, sharding: Sharding, rank: int, compute: int, item: int) -> Iterator[Traffic]:
+    """Gradients summed over whatever cuts the work; then, of a tied weight, over the stages that use it."""
+    mesh, place = plan.mesh, plan.mesh.coordinate(rank)
+    parameters = sharding.on_stage(place["pp"])
+    calls: dict[tuple[str, ...], list[int]] = {}
+    for bucket in buckets(parameters, mesh, rank, plan.bucket_bytes, item):
+        calls.setdefault(bucket[0].first.summed_over, []).append(sum(p.elements(mesh, rank) for p in bucket) * item)
+    for axes, payloads in calls.items():
+        ranks = mesh.degree(*axes)
+        if ranks > 1:
+            yield Traffic(rank, ".".join(axes), "gradients", "all_reduce", ranks, len(payloads), sum(payloads))
+    for parameter in parameters:
+        others = {stage for stage, _ in parameter.first.uses} - {parameter.first.owner}
+        if not others:
+            continue
+        owns = place["pp"] == parameter.first.owner
+        for why, receives, size in (("tied gradient", owns, item), ("tied weight", not owns, compute)):
+            operation = "receive" if receives else "send"
+            yield Traffic(rank, "pp", why, operation, plan.pp, 1, parameter.elements(mesh, rank) * size)

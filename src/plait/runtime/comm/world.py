@@ -134,6 +134,7 @@ class World:
             timeout=timeout,
             device_id=self.device if backend == "nccl" else None,
         )
+        self._timeout = timeout
         self._groups: dict[tuple[str, ...], Group] = {}
         for axes in (("pp",), ("dp",), ("tp",)):
             self._make_group(axes, timeout)
@@ -148,9 +149,13 @@ class World:
         self._groups[axes] = Group(".".join(axes), ranks, ranks.index(self.rank), self.ledger, handle)
 
     def group(self, *axes: str) -> Group:
-        """The ranks that differ from this one on `axes` only."""
+        """The ranks that differ from this one on `axes` only. One over several axes is made when it is first asked for,
+        by all of its ranks."""
+        unknown = [axis for axis in axes if axis not in self.mesh.names]
+        if unknown:
+            raise ValueError(f"this world has no axis {unknown}, only {self.mesh.names}")
         if axes not in self._groups:
-            raise ValueError(f"this world has no group over {axes}, only over {sorted(self._groups)}")
+            self._make_group(axes, self._timeout)
         return self._groups[axes]
 
     @property

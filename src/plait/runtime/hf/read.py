@@ -5,11 +5,12 @@ The model is built on the meta device, so that a model of any size is read in mi
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,9 +26,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ...design.errors import PlanError, divisors, listed, nearest
 from ...design.facts import ModelFacts, ParameterFact
-from ...design.styles import STYLES
+from .attention import PLAIT
+from .tensor_plan import cut_dim, kv_heads, pieces, tensor_plan
 
-FAMILIES = ("llama",)
+FAMILIES = ("gemma2", "gemma3_text", "gpt2", "llama", "mistral", "mixtral", "phi3", "qwen3")
 """Families that plait has proven. Others come with the checks that prove them."""
 
 BLOCK_LISTS = ("layers", "h", "blocks", "block", "layer")
@@ -163,16 +165,6 @@ def _said(error: BaseException) -> str:
 
 
 def _refuse_what_is_not_proven(model: str, config: Any) -> None:
-    if config.tie_word_embeddings:
-        raise PlanError(
-            f"{model} ties its embedding and its head, which this version does not lay out yet: set "
-            f"tie_word_embeddings to false in its config.json."
-        )
-    if config.attention_dropout:
-        raise PlanError(
-            f"{model} has attention_dropout {config.attention_dropout}, whose numbers would depend on the layout in "
-            f"this version: set it to 0 in its config.json."
-        )
     if getattr(config, "quantization_config", None) is not None:
         raise PlanError(
             f"{model} has quantised weights, which this version does not train: remove quantization_config from its "
@@ -184,19 +176,30 @@ def _refuse_what_is_not_proven(model: str, config: Any) -> None:
 
 
 def _refuse_bad_values(model: str, config: Any) -> None:
-    heads, groups, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    heads, groups = config.num_attention_heads, kv_heads(config)
     if heads % groups:
         raise PlanError(
             f"{model} has {heads} heads in groups for {groups} KV heads, which does not divide: set num_key_value_heads "
             f"to {listed(divisors(heads)) if heads <= 1024 else f'a divisor of {heads}'}."
         )
-    if width % 2:
-        raise PlanError(f"{model} has head_dim {width}; rotary positions turn pairs, so it must be even.")
     if config.num_hidden_layers > MOST_BLOCKS:
         raise PlanError(f"{model} has num_hidden_layers {config.num_hidden_layers}; the most is {MOST_BLOCKS}.")
-    if config.hidden_act not in ACT2FN:
-        raise PlanError(f"{model} has hidden_act '{config.hidden_act}'.{nearest(str(config.hidden_act), ACT2FN)}")
-    rope = config.rope_parameters
+    for key in ("hidden_act", "hidden_activation", "activation_function"):
+        name = getattr(config, key, None)
+        if name is not None and name not in ACT2FN:
+            raise PlanError(f"{model} has {key} '{name}'.{nearest(str(name), ACT2FN)}")
+    rope = getattr(config, "rope_parameters", None)
+    if not rope:
+        return
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if width % 2:
+        raise PlanError(f"{model} has head_dim {width}; rotary positions turn pairs, so it must be even.")
+    # One set of parameters for all layers, or one for each kind of layer.
+    for parameters in [rope] if "rope_type" in rope or "rope_theta" in rope else rope.values():
+        _refuse_bad_rope(model, parameters)
+
+
+def _refuse_bad_rope(model: str, rope: Any) -> None:
     kind, kinds = rope.get("rope_type", "default"), ("default", *ROPE_INIT_FUNCTIONS)
     if kind not in kinds:
         raise PlanError(f"{model} has rope_type '{kind}'; transformers knows {listed(kinds)}.")
@@ -207,11 +210,26 @@ def _refuse_bad_values(model: str, config: Any) -> None:
             raise PlanError(f"{model} has {key} {value!r} among its rope_parameters; it must be a number above 0.")
 
 
-def build_on_meta(config: Any) -> Any:
-    """The whole model (a PreTrainedModel) as transformers writes it, without memory."""
+def build_on_meta(config: Any, *, attention: str = "plait") -> Any:
+    """The whole model (a PreTrainedModel) as transformers writes it, without memory. `attention` is "plait" for plait's
+    one function (attention.py), or "own" for the model's: sdpa where its class takes it, else eager."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-    return model.train()
+        if attention == "plait":
+            return _from(config, PLAIT).train()
+        # Dropout inside sdpa is drawn by its kernel, and depends on the layout.
+        if getattr(config, "attention_dropout", 0.0) or getattr(config, "attn_pdrop", 0.0):
+            return _from(config, "eager").train()
+        try:
+            return _from(config, "sdpa").train()
+        except ValueError:
+            return _from(config, "eager").train()
+
+
+def _from(config: Any, attention: str) -> Any:
+    # A copy: from_config writes the names of the implementations into the config that it is given.
+    return AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention, experts_implementation="eager"
+    )
 
 
 def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
@@ -227,62 +245,44 @@ def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
     return name, module
 
 
-def tensor_plan(model: Any, config: Any) -> dict[str, str]:
-    """Style by module name pattern ('*' stands for a block's number), as the family's config and class state it."""
-    prefix = model.base_model_prefix
-    plan = {f"{prefix}.{name}": value for name, value in (config.base_model_tp_plan or {}).items()}
-    plan |= getattr(type(model), "_tp_plan", None) or {}
-    embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
-    # transformers adds this to every plan since 5.20; before that the plan leaves the embedding whole.
-    return {embedding: "embedding_rowwise", **plan} if plan else {}
-
-
 def _facts(config: Any) -> ModelFacts:
     model = build_on_meta(config)
     blocks_name, blocks = find_blocks(model)
-    patterns = {
-        re.compile(re.escape(pattern).replace(r"\*", r"\d+")): name
-        for pattern, name in tensor_plan(model, config).items()
-    }
-    parameters: list[ParameterFact] = []
+    plan = tensor_plan(model, config)
+    found: dict[int, ParameterFact] = {}
     after_blocks = False
     for module_name, module in model.named_modules():
         after_blocks = after_blocks or module_name == blocks_name
         inside = re.match(rf"{re.escape(blocks_name)}\.(\d+)\.", module_name + ".")
-        found = next((name for pattern, name in patterns.items() if pattern.fullmatch(module_name)), None)
         parent = model.get_submodule(module_name.rpartition(".")[0])
         for tensor_name, tensor in module.named_parameters(recurse=False):
-            parameters.append(
-                ParameterFact(
-                    module=module_name,
-                    tensor=tensor_name,
-                    shape=tuple(tensor.shape),
-                    block=int(inside[1]) if inside else None,
-                    after_blocks=after_blocks,
-                    style=found,
-                    quantum=_quantum(found, tensor_name, tensor.shape, parent, config),
-                    # In the proven families modules side by side under one parent read one input.
-                    reads=f"{module_name.rpartition('.')[0] or module_name} input",
-                    decays=tensor.dim() > 1,
-                )
+            if id(tensor) in found:
+                first = found[id(tensor)]
+                found[id(tensor)] = replace(first, tied=(*first.tied, (module_name, plan.style(module_name))))
+                continue
+            dim = cut_dim(plan, module_name, module, tensor_name, tensor)
+            found[id(tensor)] = ParameterFact(
+                module=module_name,
+                tensor=tensor_name,
+                shape=tuple(tensor.shape),
+                block=int(inside[1]) if inside else None,
+                after_blocks=after_blocks,
+                style=plan.style(module_name),
+                cut=dim,
+                pieces=pieces(plan, module_name, module, parent, tensor, dim, config),
+                # In the proven families modules side by side under one parent read one input.
+                reads=f"{module_name.rpartition('.')[0] or module_name} input",
+                decays=tensor.dim() > 1,
             )
     return ModelFacts(
         family=config.model_type,
         blocks=len(blocks),
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
+        kv_heads=kv_heads(config),
         vocabulary=config.vocab_size,
         positions=config.max_position_embeddings,
         head=next(name for name, module in model.named_modules() if module is model.get_output_embeddings()),
-        parameters=tuple(parameters),
+        parameters=tuple(found.values()),
+        experts_per_token=int(getattr(config, "num_experts_per_tok", 0) or 0),
     )
-
-
-def _quantum(name: str | None, tensor: str, shape: torch.Size, parent: nn.Module, config: Any) -> int:
-    """Elements of the cut dim that stay together: in attention, one KV head with the query heads that read it."""
-    # A style that is not known is refused where it would be used, at tp > 1.
-    if name not in STYLES or not hasattr(parent, "head_dim"):
-        return 1
-    dim = STYLES[name].cut_dim(tensor)
-    return 1 if dim is None else shape[dim] // config.num_key_value_heads

@@ -14,17 +14,22 @@ the model's own code.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from hashlib import blake2b
+import copy
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...design.layout import balanced
 from ...design.mesh import Mesh
 from ...design.sharding import Sharding
 from ..batch import Batch
+from .attention import Sight
+from .dropout import Dropping, begins, drops
+from .initial import fill, find_tied, take
 from .read import Model, build_on_meta, find_blocks
+from .tensor_plan import tensor_plan
 
 
 class _Left(Exception):
@@ -75,18 +80,29 @@ class _NoEmbedding(nn.Module):
 
 
 class _Absent(nn.Module):
-    """In the place of a module that this stage never reaches."""
+    """In the place of a module that this stage never reaches, or whose output `enter` throws away."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x
 
 
 class StageModel:
     """What stage `stage` computes: `forward(batch, received)` gives the hidden state for the next stage, or logits."""
 
-    def __init__(self, model: Model, sharding: Sharding, stage: int, dtype: torch.dtype) -> None:
+    def __init__(self, model: Model, sharding: Sharding, rank: int, dtype: torch.dtype, *, seed: int) -> None:
+        mesh, stage = sharding.mesh, sharding.mesh.coordinate(rank)["pp"]
         self.module = build_on_meta(model.config)
         self.dtype = dtype
-        parts = sharding.on_stage(stage)
+        self.step = 0
+        """Of the run: what dropout is keyed by, beside the samples."""
+        self._tied = find_tied(self.module)
+        _localise(self.module, model, mesh, rank)
+        self._sight = Sight()
+        self._sight.attach(self.module)
+        self._dropping = Dropping(seed) if drops(self.module) else None
+        parameters = sharding.on_stage(stage)
         blocks_name, blocks = find_blocks(self.module)
-        owned = sorted({part.block for part in parts if part.block is not None})
+        owned = sorted({p.first.block for p in parameters if p.first.block is not None})
         first, last = owned[0], owned[-1]
         self._enter: _Enter | None = None
         for index, block in enumerate(blocks):
@@ -96,95 +112,71 @@ class StageModel:
                 blocks[index] = _Leave(block)
             elif index not in owned:
                 blocks[index] = _StandIn(block)
-        used = {module for part in parts for use_stage, module in part.uses if use_stage == stage}
-        embedding = self.module.get_input_embeddings()
+        used = {module for p in parameters for place, module in p.first.uses if place == stage}
         for name, module in list(self.module.named_modules()):
             if name in used or name.startswith(f"{blocks_name}.") or not list(module.parameters(recurse=False)):
                 continue
-            stub = _NoEmbedding(model.facts.hidden, dtype) if module is embedding else _Absent()
+            stub = _NoEmbedding(model.facts.hidden, dtype) if isinstance(module, nn.Embedding) else _Absent()
             parent, _, child = name.rpartition(".")
             setattr(self.module.get_submodule(parent), child, stub)
+        if self._dropping is not None:
+            for index in owned:
+                blocks[index].register_forward_pre_hook(begins(self._dropping, index))
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.module.named_parameters())
+        """By the names of the whole model; a tied weight has one, wherever it is used."""
+        names = {name: f"{tied.owner}.{tied.tensor}" for name, tied in self._tied.items()}
+        return {names.get(name, name): p for name, p in self.module.named_parameters()}
 
     def materialise(self, sharding: Sharding, rank: int, seed: int, device: torch.device) -> None:
         """Draws the initial weights and keeps this rank's slices, module by module: no more than one module is ever
         whole. The draw depends on the seed and the module's name alone, so every layout starts from the same bits."""
-        slices = _slices(sharding, rank)
-        for name, module in self.module.named_modules():
-            for tensor_name, whole in draw(self.module, name, module, seed):
-                if isinstance(getattr(module, tensor_name), nn.Parameter):
-                    mine = whole[slices[f"{name}.{tensor_name}"]].to(device, self.dtype, copy=True)
-                    setattr(module, tensor_name, nn.Parameter(mine.contiguous()))
-                else:
-                    setattr(module, tensor_name, whole.to(device))
+
+        def keep(name: str, whole: Tensor) -> Tensor:
+            mine = take(sharding.parameter(name), whole, sharding.mesh, rank)
+            return mine.to(device, self.dtype, copy=True).contiguous()
+
+        fill(self.module, self._tied, seed, keep, device)
 
     def forward(self, batch: Batch, received: Tensor | None) -> Tensor:
         """Tokens [b, s] (and the hidden state [b, s, hidden] of the stage before) -> hidden state or logits."""
         if self._enter is not None:
             self._enter.received = received
+        self._sight.look_at(batch)
         try:
-            output = self.module(
-                input_ids=batch.tokens,
-                attention_mask=attention_mask(batch),
-                position_ids=batch.positions,
-                use_cache=False,
-            )
+            with self._drops(batch):
+                output = self.module(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False)
         except _Left as left:
             return left.hidden
         logits: Tensor = output.logits
         return logits
 
+    def _drops(self, batch: Batch) -> AbstractContextManager[object]:
+        """Dropout of this microbatch, where the model has any and is in training."""
+        if self._dropping is None:
+            return nullcontext()
+        # Samples and evaluation take no gradients, and drop nothing.
+        self.module.train(torch.is_grad_enabled())
+        self._dropping.at(self.step, batch.sample_ids)
+        return self._dropping
 
-def build_whole(model: Model, seed: int, dtype: torch.dtype) -> Any:
-    """The whole unmodified model on the CPU, from the same initial weights as every layout's."""
-    whole = build_on_meta(model.config)
-    for name, module in whole.named_modules():
-        for tensor_name, drawn in draw(whole, name, module, seed):
-            is_parameter = isinstance(getattr(module, tensor_name), nn.Parameter)
-            setattr(module, tensor_name, nn.Parameter(drawn.to(dtype)) if is_parameter else drawn)
-    return whole
 
-
-def draw(model: Any, name: str, module: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """The whole initial tensors of one module by itself (parameters fp32, then buffers), drawn on the CPU by the model's
-    own rule from blake2b(seed, name)."""
-    parameters = dict(module.named_parameters(recurse=False))
-    buffers = dict(module.named_buffers(recurse=False))
-    if not parameters and not buffers:
+def _localise(module: Any, model: Model, mesh: Mesh, rank: int) -> None:
+    """Tells the attention instances that count their heads how many are here (the config is everybody's and stays)."""
+    tp, place = mesh.degree("tp"), mesh.coordinate(rank)["tp"]
+    if tp == 1:
         return
-    for key, parameter in parameters.items():
-        setattr(module, key, nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32, device="cpu")))
-    for key, buffer in buffers.items():
-        setattr(module, key, torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu"))
-    number = int.from_bytes(blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1
-    state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(number)
-    try:
-        with torch.no_grad():
-            model._init_weights(module)
-    finally:
-        torch.default_generator.set_state(state)
-    for key in [*parameters, *buffers]:
-        yield key, getattr(module, key).detach()
-
-
-def _slices(sharding: Sharding, rank: int) -> dict[str, tuple[slice, ...]]:
-    mesh: Mesh = sharding.mesh
-    found = {}
-    for part in sharding.parts:
-        box = part.compute.box(mesh, rank)
-        if box is not None:
-            found[part.name] = tuple(slice(start, stop) for start, stop in box)
-    return found
-
-
-def attention_mask(batch: Batch) -> Tensor | None:
-    """None where plain causal attention is right; else [b, 1, s, s], true where a token may look: back, and inside its
-    own document. Padding (-1) is a document of its own, so that no row of the mask is empty."""
-    if batch.plain:
-        return None
-    documents = batch.document_ids
-    same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
-    return same.tril().unsqueeze(1)
+    plan = tensor_plan(module, model.config)
+    heads = model.facts.heads
+    for name, found in module.named_modules():
+        if hasattr(found, "plait_sight") or hasattr(found, "scaling"):
+            groups = model.facts.kv_heads
+            start, stop = (edge * heads // groups for edge in balanced(groups, tp, place))
+            found.plait_heads = (start, stop, heads)
+        local = plan.local_to(name)
+        if any(attribute.startswith("config.") for attribute in local):
+            found.config = copy.copy(found.config)
+        for attribute in local:
+            holder = found.config if attribute.startswith("config.") else found
+            counted = attribute.removeprefix("config.")
+            setattr(holder, counted, getattr(holder, counted) // tp)

@@ -5,8 +5,8 @@
 
 Each gradient is a view of its bucket, so nothing is copied (but bf16 gradients are added to their fp32 view). Buckets
 leave in one fixed order, the same on every rank, so that collectives always meet; a parameter that got no gradient counts
-as zero when the step ends. Which parts share a bucket is decided in design/sharding.py. Li et al., "PyTorch Distributed",
-VLDB 2020, section 3.2.
+as zero when the step ends. Which parameters share a bucket is decided in design/sharding.py. Li et al., "PyTorch
+Distributed", VLDB 2020, section 3.2.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ...design.sharding import Part
+from ...design.sharding import Parameter
 from ..comm.collectives import Handle, all_reduce
 from ..comm.world import Group
 
@@ -25,20 +25,20 @@ class Buckets:
     """The `GradSink` of data parallelism. Gradients accumulate in `dtype`, whatever the parameters compute in."""
 
     def __init__(
-        self, buckets: Sequence[tuple[Part, ...]], parameters: Mapping[str, nn.Parameter],
+        self, buckets: Sequence[tuple[Parameter, ...]], parameters: Mapping[str, nn.Parameter],
         groups: Mapping[tuple[str, ...], Group], dtype: torch.dtype,
     ) -> None:  # fmt: skip
         self.gradients: dict[str, Tensor] = {}
         self._buffers: list[Tensor] = []
-        self._groups = [groups[bucket[0].summed_over] for bucket in buckets]
+        self._groups = [groups[bucket[0].first.summed_over] for bucket in buckets]
         self._sizes = [len(bucket) for bucket in buckets]
         for number, bucket in enumerate(buckets):
-            own = [parameters[part.name] for part in bucket]
+            own = [parameters[held.name] for held in bucket]
             buffer = torch.zeros(sum(p.numel() for p in own), dtype=dtype, device=own[0].device)
             self._buffers.append(buffer)
             views = buffer.split([p.numel() for p in own])
-            for part, parameter, view in zip(bucket, own, views, strict=True):
-                self._adopt(part.name, parameter, view.view_as(parameter), number)
+            for held, parameter, view in zip(bucket, own, views, strict=True):
+                self._adopt(held.name, parameter, view.view_as(parameter), number)
         self.begin()
 
     def _adopt(self, name: str, parameter: nn.Parameter, view: Tensor, bucket: int) -> None:

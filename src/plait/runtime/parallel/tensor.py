@@ -3,6 +3,7 @@
     colwise            x whole -> copy -> x Wᵀ[own rows]            output cut in its last dim
     rowwise            x cut -> x Wᵀ[own columns] -> sum (+ bias)   output whole
     embedding_rowwise  tokens -> rows of the own slice, 0 elsewhere -> sum
+    moe_tp_experts     x whole -> copy -> every expert's own columns and rows -> sum
 
 A module keeps its class and its parameters (the local slices); only its instance's forward is replaced. Which dims are
 cut is design/styles.py's; which slice is design/layout.py's. Shoeybi et al., "Megatron-LM", 2019, section 3.
@@ -44,19 +45,29 @@ class SharedInput:
         self._seen = self._copy = None
 
 
-def split(module: nn.Module, row: Style, group: Group, shared: SharedInput, *, start: int, gather: bool) -> None:
-    """Replaces the forward of `module`, whose parameters are already this rank's slices. `start` is the first row of an
-    embedding's slice; `gather` whether a style that gathers its output does so here."""
+def split(
+    module: nn.Module, row: Style, group: Group, shared: SharedInput, *, start: int, gather: bool, transposed: bool
+) -> None:
+    """Replaces the forward of `module`, whose parameters are (or will be) this rank's slices. `start` is the first row of
+    an embedding's slice; `gather` whether a style that gathers its output does so here; `transposed` whether the weight
+    is [in, out]."""
+    forward: Callable[..., Tensor]
     if isinstance(module, nn.Embedding):
         forward = _embedding(module, group, start)
+    elif row.cuts == "both":
+        forward = _experts(module, group, shared)
     else:
-        forward = _linear(module, row, group, shared, gather)
+        forward = _linear(module, row, group, shared, gather, transposed)
     module.forward = forward
 
 
-def _linear(module: nn.Module, row: Style, group: Group, shared: SharedInput, gather: bool) -> Forward:
+def _linear(
+    module: nn.Module, row: Style, group: Group, shared: SharedInput, gather: bool, transposed: bool
+) -> Forward:
     def forward(x: Tensor) -> Tensor:
         weight: Tensor = module.weight  # type: ignore[assignment]
+        if transposed:
+            weight = weight.t()
         bias: Tensor | None = module.bias  # type: ignore[assignment]
         if row.enter == "copy":
             x = shared(x)
@@ -72,16 +83,31 @@ def _linear(module: nn.Module, row: Style, group: Group, shared: SharedInput, ga
     return forward
 
 
+def _experts(module: nn.Module, group: Group, shared: SharedInput) -> Callable[..., Tensor]:
+    """A stack of experts, each cut by width: forward(x, chosen experts, their weights). What a rank's slices make of a
+    token is a part of the sum, and so is the gradient of the weight that the token was routed with."""
+    whole = module.forward
+
+    def forward(x: Tensor, *routing: Tensor) -> Tensor:
+        copies = [
+            differentiable.copy(t, group, why="routing weights' gradient") if t.is_floating_point() else t
+            for t in routing
+        ]
+        return differentiable.sum(whole(shared(x), *copies), group, why="row-parallel output")
+
+    return forward
+
+
 def _embedding(module: nn.Embedding, group: Group, start: int) -> Forward:
-    padding = None if module.padding_idx is None else module.padding_idx - start
+    # Its class's own: some scale what they look up.
+    lookup, padding = module.forward, module.padding_idx
 
     def forward(tokens: Tensor) -> Tensor:
-        local = tokens - start
-        elsewhere = (local < 0) | (local >= module.weight.shape[0])
+        local, rows = tokens - start, module.weight.shape[0]
+        elsewhere = (local < 0) | (local >= rows)
         # The padding token's row gets no gradient, on the rank that holds it.
-        own = padding if padding is not None and 0 <= padding < module.weight.shape[0] else None
-        rows = F.embedding(local.masked_fill(elsewhere, 0), module.weight, padding_idx=own)
-        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
-        return differentiable.sum(rows, group, why="row-parallel output")
+        module.padding_idx = padding - start if padding is not None and 0 <= padding - start < rows else None
+        found = lookup(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
+        return differentiable.sum(found, group, why="row-parallel output")
 
     return forward

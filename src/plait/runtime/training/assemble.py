@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from ...design.errors import PlanError
-from ...design.layout import Layout
 from ...design.plan import Plan, validate
 from ...design.schedule import FORWARD_ONLY, Schedule, check, lower, make
-from ...design.sharding import Part, buckets, shard
+from ...design.sharding import Parameter, Sharding, buckets, shard
 from ...design.styles import style
 from ..comm.world import Group, World
 from ..hf.read import Model, read
@@ -18,6 +17,7 @@ from ..parallel.clock import Clock
 from ..parallel.data import Buckets
 from ..parallel.pipeline import Pipeline
 from ..parallel.stage import Stage
+from ..parallel.tied import TiedWeights
 from .optimizer import Optimizer
 from .step import Run
 
@@ -38,32 +38,34 @@ def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = 
     # Who holds what, and who does what when; the table is proven before it is used.
     sharding = shard(model.facts, plan)
     stage_index = world.coordinate["pp"]
-    parts = sharding.on_stage(stage_index)
+    held = sharding.on_stage(stage_index)
     schedule = lower(make(plan.schedule, plan.pp, plan.microbatches), reduce=True)
     check(schedule)
 
     # The modules of this stage, without memory; then tp replaces forwards; then each module gets its slices.
-    body = StageModel(model, sharding, stage_index, dtype)
+    body = StageModel(model, sharding, world.rank, dtype, seed=plan.seed)
     tp = world.group("tp")
-    forget = _split_over_tp(model, body, parts, world, tp)
+    forget = _split_over_tp(model, body, sharding, world, tp)
     body.materialise(sharding, world.rank, plan.seed, world.device)
     parameters = body.parameters()
 
     # plait owns the loss: it reads the head's cut logits.
     last = stage_index == plan.pp - 1
-    head = sharding.part(f"{model.facts.head}.weight").compute
+    head = sharding.parameter(model.facts.head_weight.name)
     start = _first_row(head, world)
-    over = world.group(*head.cut_axes) if head.cut_axes else world.alone
+    over = tp if head.first.compute.cut_axes else world.alone
     stage = Stage(body.forward, (lambda x, y: loss.cross_entropy(x, y, over, start=start)) if last else None)
 
     # Gradients live in buckets, which are reduced while backward goes on.
     item = torch.empty((), dtype=accumulate).element_size()
-    grouped = buckets(parts, plan.mesh, world.rank, plan.bucket_bytes, item)
-    groups = {part.summed_over: world.group(*part.summed_over) for part in parts}
+    grouped = buckets(held, plan.mesh, world.rank, plan.bucket_bytes, item)
+    groups = {one.first.summed_over: world.group(*one.first.summed_over) for one in held}
     sink = Buckets(grouped, parameters, groups, accumulate)
 
-    # The optimizer updates what this rank holds; the pipeline carries out the table.
-    optimizer = Optimizer(plan, parts, parameters, sink.gradients)
+    # A tied weight has one owner; the optimizer updates what this rank owns; the pipeline carries out the table.
+    tied = TiedWeights(held, world.group("pp"), sink.gradients, parameters)
+    owned = tuple(one for one in held if one.first.owner == stage_index)
+    optimizer = Optimizer(plan, owned, parameters, sink.gradients)
     clock = Clock(world.device)
 
     def pipeline(table: Schedule, clock: Clock) -> Pipeline:
@@ -73,30 +75,39 @@ def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = 
         )  # fmt: skip
 
     return Run(
-        plan=plan, world=world, model=model, sharding=sharding, sink=sink, optimizer=optimizer, clock=clock,
+        plan=plan, world=world, model=model, sharding=sharding, sink=sink, optimizer=optimizer, tied=tied, clock=clock,
         body=body, stage=stage, pipeline=pipeline(schedule, clock),
         forward=pipeline(lower(FORWARD_ONLY(plan.pp, 1)), Clock(world.device)), forget=forget, steps=steps,
     )  # fmt: skip
 
 
 def _split_over_tp(
-    model: Model, body: StageModel, parts: tuple[Part, ...], world: World, group: Group
+    model: Model, body: StageModel, sharding: Sharding, world: World, group: Group
 ) -> tensor.SharedInput:
     shared = tensor.SharedInput(group)
     if group.size == 1:
         return shared
-    for part in parts:
-        fact = model.facts.by_name[part.name]
-        if fact.style is not None and fact.tensor == "weight":
-            module = body.module.get_submodule(fact.module)
-            row = style(fact.style, fact.module)
+    stage, done = world.coordinate["pp"], set[str]()
+    for parameter in sharding.on_stage(stage):
+        fact = model.facts.by_name[parameter.name]
+        for place, name in parameter.first.uses:
+            named = model.facts.styles[name]
+            if place != stage or named is None or name in done:
+                continue
+            done.add(name)
+            row = style(named, name)
+            if row.enter == row.leave == "none":
+                continue
             # The head's output stays cut: the loss reads it so.
-            is_head = fact.module == model.facts.head
-            start = _first_row(part.compute, world)
-            tensor.split(module, row, group, shared, start=start, gather=not is_head)
+            gather = name != model.facts.head
+            # A Linear's output side is its first dim.
+            transposed = len(fact.shape) == 2 and fact.cut == {"out": 1, "in": 0}.get(row.cuts)
+            module = body.module.get_submodule(name)
+            start = _first_row(parameter, world)
+            tensor.split(module, row, group, shared, start=start, gather=gather, transposed=transposed)
     return shared
 
 
-def _first_row(layout: Layout, world: World) -> int:
-    box = layout.box(world.mesh, world.rank)
-    return 0 if box is None else box[0][0]
+def _first_row(parameter: Parameter, world: World) -> int:
+    spans = parameter.spans(world.mesh, world.rank)
+    return spans[0][0] if spans else 0

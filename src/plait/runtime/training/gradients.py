@@ -11,6 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ...design.mesh import Mesh
+from ...design.sharding import Parameter
 from ..comm.collectives import all_reduce
 from ..comm.world import World
 
@@ -20,6 +22,14 @@ def squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.nn.utils.get_total_norm(gradients).double().square()
+
+
+def part_of(tensor: Tensor, held: Parameter, number: int, mesh: Mesh, rank: int) -> Tensor:
+    """The slice of part `number` in the tensor that holds this rank's slices of all parts of one parameter: a view."""
+    lengths = [stop - start for start, stop in held.spans(mesh, rank)]
+    if len(lengths) == 1:
+        return tensor
+    return tensor.narrow(held.first.dim, sum(lengths[:number]), lengths[number])
 
 
 def loss_and_norm(loss: Tensor, squared: Tensor, world: World) -> tuple[Tensor, Tensor]:

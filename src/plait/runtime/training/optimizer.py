@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...design.plan import Plan
-from ...design.sharding import Part
+from ...design.sharding import Parameter
 
 
 def learning_rate(plan: Plan, step: int, steps: int) -> float:
@@ -34,22 +34,22 @@ class Optimizer:
     def __init__(
         self,
         plan: Plan,
-        parts: tuple[Part, ...],
+        held: tuple[Parameter, ...],
         parameters: Mapping[str, nn.Parameter],
         gradients: Mapping[str, Tensor],
     ) -> None:
         self._published: list[tuple[nn.Parameter, Tensor]] = []
         self.weights: dict[str, nn.Parameter] = {}
-        for part in parts:
-            parameter, gradient = parameters[part.name], gradients[part.name]
+        for one in held:
+            parameter, gradient = parameters[one.name], gradients[one.name]
             weight = parameter
             if parameter.dtype != gradient.dtype:
                 weight = nn.Parameter(parameter.detach().to(gradient.dtype))
                 self._published.append((parameter, weight))
             weight.grad = gradient
-            self.weights[part.name] = weight
-        decays = [self.weights[part.name] for part in parts if part.decays]
-        others = [self.weights[part.name] for part in parts if not part.decays]
+            self.weights[one.name] = weight
+        decays = [self.weights[one.name] for one in held if one.first.decays]
+        others = [self.weights[one.name] for one in held if not one.first.decays]
         groups = [{"params": decays, "weight_decay": plan.weight_decay}, {"params": others, "weight_decay": 0.0}]
         self._adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],

@@ -19,24 +19,24 @@ from .step import Run
 
 def agree(run: Run) -> None:
     """Raises a `BadNumbersError` that names the first part whose copies differ, and the ranks. All ranks must call."""
-    world, parts = run.world, run.sharding.parts
-    weights = run.optimizer.weights
-    mine = [_digest(weights[part.name]) if part.name in weights else 0 for part in parts]
+    world, held = run.world, run.sharding.parameters
+    weights = run.body.parameters()
+    mine = [_digest(weights[one.name]) if one.name in weights else 0 for one in held]
     everyones = all_gather(torch.tensor(mine, device=world.device), world.everyone, why="replicas").tolist()
-    for number, part in enumerate(parts):
-        first: dict[Box, int] = {}
+    for number, one in enumerate(held):
+        first: dict[tuple[Box, ...], int] = {}
         for rank, digests in enumerate(everyones):
-            box = part.stored.box(world.mesh, rank)
-            if box is None:
+            boxes = one.boxes(world.mesh, rank)
+            if not boxes:
                 continue
-            other = first.setdefault(box, rank)
+            other = first.setdefault(boxes, rank)
             if digests[number] != everyones[other][number]:
                 raise BadNumbersError(
-                    f"{part.name} is not the same on ranks {other} and {rank}, which hold copies of one slice: start all "
-                    f"ranks with the same plan (seed {run.plan.seed} here) and the same versions of torch and transformers."
+                    f"{one.name} is not the same on ranks {other} and {rank}, which hold copies of one slice: start all "
+                    f"ranks with the same plan (seed {run.plan.seed} here), torch and transformers."
                 )
 
 
 def _digest(weight: Tensor) -> int:
     raw = weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return int.from_bytes(blake2b(raw, digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(blake2b(raw.tobytes(), digest_size=8).digest(), "little", signed=True)

@@ -24,7 +24,8 @@ from ..parallel.data import Buckets
 from ..parallel.pipeline import Pipeline
 from ..parallel.stage import Stage
 from ..parallel.tensor import SharedInput
-from .gradients import clip, loss_and_norm, squared_norm
+from ..parallel.tied import TiedWeights
+from .gradients import clip, loss_and_norm, part_of, squared_norm
 from .optimizer import Optimizer, learning_rate
 
 Moment = Literal["reduced", "clipped"]
@@ -55,12 +56,12 @@ class Run:
 
     def __init__(
         self, *, plan: Plan, world: World, model: Model, sharding: Sharding, sink: Buckets, optimizer: Optimizer,
-        clock: Clock, body: StageModel, stage: Stage, pipeline: Pipeline, forward: Pipeline, forget: SharedInput,
-        steps: int | None = None,
+        tied: TiedWeights, clock: Clock, body: StageModel, stage: Stage, pipeline: Pipeline, forward: Pipeline,
+        forget: SharedInput, steps: int | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.world, self.model, self.sharding = plan, world, model, sharding
         self.body, self.stage = body, stage
-        self.sink, self.optimizer = sink, optimizer
+        self.sink, self.optimizer, self.tied = sink, optimizer, tied
         self.steps = steps or plan.steps
         self.done = 0
         self.forward_pipeline = forward
@@ -68,9 +69,12 @@ class Run:
         place = world.coordinate
         self._first_of_replica = place["pp"] == place["tp"] == 0
         self._owns_loss = place["pp"] == plan.pp - 1 and place["tp"] == 0
-        parts = sharding.on_stage(place["pp"])
-        counted = [part.name for part in parts if part.grad.is_first_copy(world.mesh, world.rank)]
-        self._counted = [sink.gradients[name] for name in counted]
+        self._counted = [
+            part_of(sink.gradients[held.name], held, number, world.mesh, world.rank)
+            for held in sharding.on_stage(place["pp"])
+            for number, part in enumerate(held.parts)
+            if part.grad.is_first_copy(world.mesh, world.rank)
+        ]
 
     def step(self, batch: Batch, *, at: Callable[[Moment], None] = _unseen) -> Report:
         """Trains on this rank's rows of one global batch (batch / dp rows of seq tokens); the same report everywhere.
@@ -92,8 +96,10 @@ class Run:
         self.clock.start()
         self.sink.begin()
         microbatches = [part.to(world.device) for part in batch.split(plan.microbatches)]
+        self.body.step = self.done
         share = self.pipeline.run(microbatches, inverse)
         self._shared.forget()
+        self.tied.reduce()
         at("reduced")
 
         loss, norm = loss_and_norm(share * self._owns_loss, squared_norm(self._counted, world.device), world)
@@ -102,6 +108,7 @@ class Run:
 
         lr = learning_rate(plan, self.done, self.steps)
         self.optimizer.step(lr)
+        self.tied.publish()
 
         self.done += 1
         numbers = torch.stack((loss, norm, weight.double())).tolist()  # the step's one host sync

@@ -1,0 +1,100 @@
+"""Initial weights that do not depend on the layout: every module drawn whole by itself, then sliced.
+
+The draw comes from blake2b(seed, name of the module) on the CPU, by the model's own rule, so every layout starts from the
+same bits, and no more than one module is ever whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...design.mesh import Mesh
+from ...design.sharding import Parameter
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A tensor that is another module's: whose, and by which name."""
+
+    owner: str
+    module: nn.Module
+    tensor: str
+
+
+def find_tied(model: Any) -> dict[str, Tied]:
+    """The further names of tied parameters, and whose they are."""
+    first: dict[int, Tied] = {}
+    found = {}
+    for name, module in model.named_modules():
+        for tensor, parameter in module.named_parameters(recurse=False):
+            owner = first.setdefault(id(parameter), Tied(name, module, tensor))
+            if owner.module is not module:
+                found[f"{name}.{tensor}"] = owner
+    return found
+
+
+def fill(
+    model: Any, tied: Mapping[str, Tied], seed: int, keep: Callable[[str, Tensor], Tensor], device: torch.device
+) -> None:
+    """Draws every module of a model on the meta device; of each parameter stays what `keep(name, whole)` gives. A tied
+    parameter stays one, and is drawn as its owner draws it, also where the owner itself is elsewhere."""
+    kept: dict[str, nn.Parameter] = {}
+
+    def parameter(name: str, whole: Tensor) -> nn.Parameter:
+        if name not in kept:
+            kept[name] = nn.Parameter(keep(name, whole))
+            kept[name]._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' initialisers leave it so
+        return kept[name]
+
+    for name, module in list(model.named_modules()):
+        for tensor, whole in list(draw(model, name, module, seed)):
+            full = f"{name}.{tensor}"
+            if not isinstance(getattr(module, tensor), nn.Parameter):
+                setattr(module, tensor, whole.to(device))
+            elif full not in tied:
+                setattr(module, tensor, parameter(full, whole))
+            else:
+                owner = tied[full]
+                if f"{owner.owner}.{owner.tensor}" not in kept:
+                    whole = dict(draw(model, owner.owner, owner.module, seed))[owner.tensor]
+                    owner.module.to("meta")  # it may stand in no tree, and must not keep what was drawn
+                setattr(module, tensor, parameter(f"{owner.owner}.{owner.tensor}", whole))
+
+
+def take(parameter: Parameter, whole: Tensor, mesh: Mesh, rank: int) -> Tensor:
+    """What `rank` holds of a whole parameter: the slices of its parts, side by side."""
+    boxes = parameter.boxes(mesh, rank)
+    slices = [whole[tuple(slice(start, stop) for start, stop in box)] for box in boxes]
+    return slices[0] if len(slices) == 1 else torch.cat(slices, parameter.first.dim)
+
+
+def draw(model: Any, name: str, module: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """The whole initial tensors of one module by itself (parameters fp32, then buffers), drawn on the CPU by the model's
+    own rule from blake2b(seed, name)."""
+    parameters = dict(module.named_parameters(recurse=False))
+    buffers = dict(module.named_buffers(recurse=False))
+    if not parameters and not buffers:
+        return
+    for key, parameter in parameters.items():
+        setattr(module, key, nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32, device="cpu")))
+    for key, buffer in buffers.items():
+        setattr(module, key, torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu"))
+    number = int.from_bytes(blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1
+    state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(number)
+    try:
+        with torch.no_grad():
+            model._init_weights(module)
+            # Some classes draw what is inside a module from outside of it (GPT-2 its residual projections). What is drawn
+            # already bears a mark, by which transformers' own initialisers leave it as it is.
+            model._init_weights(model.get_submodule(name.rpartition(".")[0]))
+    finally:
+        torch.default_generator.set_state(state)
+    for key in [*parameters, *buffers]:
+        yield key, getattr(module, key).detach()

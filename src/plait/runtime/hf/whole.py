@@ -1,0 +1,41 @@
+"""The whole unmodified model in one process, with the attention of its own class: what layouts are compared with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..batch import Batch
+from .attention import own_masks
+from .dropout import Dropping, begins, drops
+from .initial import fill, find_tied
+from .read import Model, build_on_meta, find_blocks
+
+
+class WholeModel:
+    """`forward(batch)` gives the logits [b, s, V]. It starts from the same weights as every layout of the same seed."""
+
+    def __init__(self, model: Model, seed: int, dtype: torch.dtype) -> None:
+        self.module = build_on_meta(model.config, attention="own")
+        self.step = 0
+        fill(self.module, find_tied(self.module), seed, lambda name, drawn: drawn.to(dtype), torch.device("cpu"))
+        self._dtype = dtype
+        self._dropping = Dropping(seed) if drops(self.module) else None
+        if self._dropping is not None:
+            for number, block in enumerate(find_blocks(self.module)[1]):
+                block.register_forward_pre_hook(begins(self._dropping, number))
+
+    def forward(self, batch: Batch) -> Tensor:
+        inputs = {
+            "input_ids": batch.tokens,
+            "attention_mask": own_masks(batch, self.module.config, self._dtype),
+            "position_ids": batch.positions,
+            "use_cache": False,
+        }
+        if self._dropping is None:
+            logits: Tensor = self.module(**inputs).logits
+            return logits
+        self._dropping.at(self.step, batch.sample_ids)
+        with self._dropping:
+            dropped: Tensor = self.module(**inputs).logits
+        return dropped
