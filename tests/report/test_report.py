@@ -21,14 +21,23 @@ from plait.report import sharding, timeline, traffic
 from plait.report.words import duration, runs, size
 
 SVG = "{http://www.w3.org/2000/svg}"
+
+
+def fact(
+    name: str, shape: tuple[int, ...], style: str | None, *, block: int | None = None, after: bool = False
+) -> ParameterFact:
+    cut = None if style is None else 0
+    return ParameterFact(name, "weight", shape, block, after, style, cut, (Piece("", shape[0]),), "", len(shape) > 1)
+
+
 FACTS = ModelFacts(
     "llama", 2, 64, 4, 4, 128, 64, "lm_head",
     (
-        ParameterFact("model.embed_tokens", "weight", (128, 64), None, False, "embedding_rowwise", 0, (Piece("", 128),), "", True),
-        ParameterFact("model.layers.0.mlp.up_proj", "weight", (256, 64), 0, False, "colwise", 0, (Piece("", 256),), "", True),
-        ParameterFact("model.layers.1.mlp.up_proj", "weight", (256, 64), 1, False, "colwise", 0, (Piece("", 256),), "", True),
-        ParameterFact("model.norm", "weight", (64,), None, True, None, None, (Piece("", 64),), "", False),
-        ParameterFact("lm_head", "weight", (128, 64), None, True, "colwise_gather_output", 0, (Piece("", 128),), "", True),
+        fact("model.embed_tokens", (128, 64), "embedding_rowwise"),
+        fact("model.layers.0.mlp.up_proj", (256, 64), "colwise", block=0),
+        fact("model.layers.1.mlp.up_proj", (256, 64), "colwise", block=1),
+        fact("model.norm", (64,), None, after=True),
+        fact("lm_head", (128, 64), "colwise_gather_output", after=True),
     ),
 )  # fmt: skip
 
