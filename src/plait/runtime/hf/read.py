@@ -61,12 +61,17 @@ def read(model: str) -> Model:
     config = _config(model)
     _refuse_what_is_not_proven(model, config)
     _refuse_bad_values(model, config)
+    return from_config(model, config)
+
+
+def from_config(name: str, config: Any) -> Model:
+    """The model of a config whose values are known to be right."""
     try:
-        return Model(model, config, _facts(config))
+        return Model(name, config, _facts(config))
     except PlanError:
         raise
     except Exception as error:  # whatever a class raises about values that its config let through
-        raise PlanError(f"transformers cannot build {model} from its config: {_said(error)}.") from None
+        raise PlanError(f"transformers cannot build {name} from its config: {_said(error)}.") from None
 
 
 def _config(model: str) -> Any:
