@@ -24,6 +24,7 @@ class Observer:
     def __init__(self, run: Run, *, inside: bool) -> None:
         self._run = run
         self._recorder = Recorder()
+        self._last: int | None = None
         stage = run.world.coordinate["pp"]
         row = run.pipeline.schedule.rows[stage]
         first = run.world.coordinate["dp"] * run.plan.microbatches
@@ -71,7 +72,7 @@ class Observer:
         """Takes a step on this rank's rows and records it."""
         self._recorder.seen = {}
         self._turns = list(self._forwards)
-        self._last: int | None = None
+        self._last = None
         self._report(self._run.step(batch, at=self._at))
 
     def _at(self, moment: Moment) -> None:
