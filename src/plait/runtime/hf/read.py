@@ -175,6 +175,12 @@ def _refuse_what_is_not_proven(model: str, config: Any) -> None:
             f"{model} has quantised weights, which this version does not train: remove quantization_config from its "
             f"config.json."
         )
+    own = [name for name, _ in ACT2FN[config.hidden_act].named_parameters()] if config.hidden_act in ACT2FN else []
+    if own:
+        raise PlanError(
+            f"{model} has hidden_act '{config.hidden_act}', which has parameters of its own ({', '.join(own)}) that no "
+            f"rule of the model draws: set hidden_act to one without, 'silu' say."
+        )
     for key, wanted in (("return_dict", True), ("output_attentions", False), ("output_hidden_states", False)):
         if getattr(config, key, wanted) is not wanted:
             raise PlanError(f"{model} has {key} {getattr(config, key)}: remove it from its config.json.")
@@ -286,8 +292,17 @@ def _facts(config: Any) -> ModelFacts:
         heads=config.num_attention_heads,
         kv_heads=kv_heads(config),
         vocabulary=config.vocab_size,
-        positions=config.max_position_embeddings,
+        positions=_positions(config),
         head=next(name for name, module in model.named_modules() if module is model.get_output_embeddings()),
         parameters=tuple(found.values()),
         experts_per_token=int(getattr(config, "num_experts_per_tok", 0) or 0),
     )
+
+
+def _positions(config: Any) -> int:
+    """How long a row may be. Beyond its original positions longrope turns all rows of a microbatch at frequencies that
+    follow from the longest of them, so that the numbers would depend on how a batch is cut."""
+    rope, positions = getattr(config, "rope_parameters", None) or {}, int(config.max_position_embeddings)
+    if rope.get("rope_type") != "longrope":
+        return positions
+    return min(positions, int(rope.get("original_max_position_embeddings") or positions))
