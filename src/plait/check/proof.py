@@ -47,7 +47,12 @@ def prove(
             for numerics in passes:
                 reference(plan, model, _of_pass(numerics, batches()), folder, numerics)
 
-        return [Verdict.from_json(values) for values in launch(rank, plan.world, helpers=(single,))[0]]
+        return [
+            Verdict.from_json(values)
+            for values in launch(
+                rank, plan.world, helpers=(single,), hang_timeout=plan.hang_timeout, comm_check=plan.comm_check
+            )[0]
+        ]
 
 
 def _of_pass(numerics: str, batches: list[Batch]) -> list[Batch]:
