@@ -39,6 +39,7 @@ MOST_BLOCKS = 10_000
 HUB_WAIT_S = 5
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
          "intermediate_size", "max_position_embeddings", "head_dim")  # fmt: skip
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 LARGEST_SIZE = 2**31 - 1
 
 
@@ -175,12 +176,14 @@ def _refuse_what_is_not_proven(model: str, config: Any) -> None:
             f"{model} has quantised weights, which this version does not train: remove quantization_config from its "
             f"config.json."
         )
-    own = [name for name, _ in ACT2FN[config.hidden_act].named_parameters()] if config.hidden_act in ACT2FN else []
-    if own:
-        raise PlanError(
-            f"{model} has hidden_act '{config.hidden_act}', which has parameters of its own ({', '.join(own)}) that no "
-            f"rule of the model draws: set hidden_act to one without, 'silu' say."
-        )
+    for key in ACTIVATIONS:
+        name = getattr(config, key, None)
+        own = [owned for owned, _ in ACT2FN[name].named_parameters()] if name in ACT2FN else []
+        if own:
+            raise PlanError(
+                f"{model} has {key} '{name}', which has parameters of its own ({', '.join(own)}) that no rule of the model "
+                f"draws: set {key} to one without, 'silu' say."
+            )
     for key, wanted in (("return_dict", True), ("output_attentions", False), ("output_hidden_states", False)):
         if getattr(config, key, wanted) is not wanted:
             raise PlanError(f"{model} has {key} {getattr(config, key)}: remove it from its config.json.")
@@ -195,7 +198,7 @@ def _refuse_bad_values(model: str, config: Any) -> None:
         )
     if config.num_hidden_layers > MOST_BLOCKS:
         raise PlanError(f"{model} has num_hidden_layers {config.num_hidden_layers}; the most is {MOST_BLOCKS}.")
-    for key in ("hidden_act", "hidden_activation", "activation_function"):
+    for key in ACTIVATIONS:
         name = getattr(config, key, None)
         if name is not None and name not in ACT2FN:
             raise PlanError(f"{model} has {key} '{name}'.{nearest(str(name), ACT2FN)}")
