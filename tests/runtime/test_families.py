@@ -70,7 +70,9 @@ def check(model: str, layout: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize("model", PRESETS)
 def test_equal_to_one_process(nursery: Nursery, model: str, layout: dict[str, Any]) -> None:
     verdicts = [Verdict.from_json(values) for values in nursery(check, model, layout)]
-    assert [verdict.numerics for verdict in verdicts] == ["wide", layout["compute"]]
+    # In bf16 rounding decides which expert a token goes to.
+    shipped = "fp32" if model == "mixtral-tiny" else layout["compute"]
+    assert [verdict.numerics for verdict in verdicts] == ["wide", shipped]
     for verdict in verdicts:
         assert verdict.passed, (verdict.first, verdict.cause)
     # Noise of fp64, far below the bound: an error that the bound would let through does not hide.

@@ -45,6 +45,8 @@ def compare(
 ) -> Verdict:
     """The verdict over all ranks, the same on each. All ranks must call; the reference of the same `numerics` writes to
     `folder`, whose files are waited for. Ends with the first step that departs."""
+    if numerics != "wide":
+        plan = plan.model_copy(update={"compute": numerics})
     with computing(numerics):
         run = build(plan, world, model=model, wide=numerics == "wide")
     observer = Observer(run, inside=looks_inside(plan, model))

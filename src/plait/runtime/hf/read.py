@@ -181,8 +181,8 @@ def _refuse_what_is_not_proven(model: str, config: Any) -> None:
         own = [owned for owned, _ in ACT2FN[name].named_parameters()] if name in ACT2FN else []
         if own:
             raise PlanError(
-                f"{model} has {key} '{name}', which has parameters of its own ({', '.join(own)}) that no rule of the model "
-                f"draws: set {key} to one without, 'silu' say."
+                f"{model} has {key} '{name}', which has parameters of its own ({', '.join(own)}) that no rule of the "
+                f"model draws: set {key} to one without, 'silu' say."
             )
     for key, wanted in (("return_dict", True), ("output_attentions", False), ("output_hidden_states", False)):
         if getattr(config, key, wanted) is not wanted:
