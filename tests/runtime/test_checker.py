@@ -74,11 +74,10 @@ def row_too_few() -> None:
     """A rank holds a row of the embedding less than it should."""
     from plait.runtime.hf import stage_model
 
-    @instead(stage_model, "_slices")
-    def wrong(right: Any, sharding: Any, rank: int) -> Any:
-        slices = right(sharding, rank)
-        rows, *rest = slices["model.embed_tokens.weight"]
-        return slices | {"model.embed_tokens.weight": (slice(rows.start, rows.stop - rank), *rest)}
+    @instead(stage_model, "take")
+    def wrong(right: Any, parameter: Any, whole: Any, mesh: Any, rank: int) -> Any:
+        slices = right(parameter, whole, mesh, rank)
+        return slices[: len(slices) - rank] if parameter.name == "model.embed_tokens.weight" else slices
 
 
 UNLISTED: dict[Callable[[], None], tuple[str, str, str]] = {

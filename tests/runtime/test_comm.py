@@ -49,8 +49,8 @@ def two_layers(style: str) -> Any:
                 second.bias.copy_(bias_down)
             shared = tensor.SharedInput(group)
             into = STYLES["colwise" if style == "rowwise" else style]
-            tensor.split(first, into, group, shared, start=0, gather=True)
-            tensor.split(second, STYLES["rowwise"], group, shared, start=0, gather=True)
+            tensor.split(first, into, group, shared, start=0, gather=True, transposed=False)
+            tensor.split(second, STYLES["rowwise"], group, shared, start=0, gather=True, transposed=False)
             mine_x = x.clone().requires_grad_(True)
             mine = first(mine_x)
             if style == "rowwise":
