@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...runtime.batch import Batch
 from ...runtime.data import batches
-from ...runtime.hf import stage_model
+from ...runtime.hf import attention, stage_model
 from ...runtime.hf.read import find_blocks
 from ...runtime.hf.stage_model import StageModel
 from ...runtime.parallel import loss
@@ -93,11 +93,9 @@ def positions_not_restarted() -> None:
     stands_for=("P038",),
 )  # fmt: skip
 def mask_forgets_documents() -> None:
-    # A mask of its own: given none, transformers finds the documents by their positions.
-    @instead(stage_model, "attention_mask")
-    def wrong(right: Any, batch: Batch) -> Tensor:
-        rows, seq = batch.tokens.shape
-        return torch.ones(rows, 1, seq, seq, dtype=torch.bool, device=batch.tokens.device).tril()
+    @instead(attention, "visible")
+    def wrong(right: Any, batch: Batch, window: int | None) -> Any:
+        return right(replace(batch, document_ids=torch.zeros_like(batch.document_ids)), window)
 
 
 # --- microbatches
@@ -170,8 +168,8 @@ def stage_gradient_lost() -> None:
 )  # fmt: skip
 def block_left_out() -> None:
     @instead(StageModel, "__init__")
-    def wrong(right: Any, self: StageModel, *rest: Any) -> None:
-        right(self, *rest)
+    def wrong(right: Any, self: StageModel, *rest: Any, **more: Any) -> None:
+        right(self, *rest, **more)
         if self._enter is None:
             _, blocks = find_blocks(self.module)
             own = [block for block in blocks if not isinstance(block, stage_model._StandIn)]

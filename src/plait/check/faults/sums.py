@@ -133,8 +133,8 @@ def gradients_in_bf16() -> None:
 )  # fmt: skip
 def no_sum_tp_output() -> None:
     @instead(tensor, "_linear")
-    def wrong(right: Any, module: Any, row: Any, group: Any, shared: Any, gather: bool) -> Any:
-        return right(module, row, replace(group, handle=None), shared, gather)
+    def wrong(right: Any, module: Any, row: Any, group: Any, *rest: Any) -> Any:
+        return right(module, row, replace(group, handle=None), *rest)
 
 
 @planted(
