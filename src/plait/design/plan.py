@@ -52,6 +52,9 @@ class Plan(BaseModel):
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's second moment.")
     clip: float = Field(1.0, ge=0, description="Largest global gradient norm (0: no clipping).")
     compute: Literal["fp32", "bf16"] = Field("fp32", description="Type of compute; weights and their state stay fp32.")
+    attention: Literal["plait", "own"] = Field(
+        "plait", description="plait's attention, or the model's own as transformers writes it."
+    )
     bucket_mb: float = Field(4.0, gt=0, description="Megabytes of gradient reduced over dp in one call.")
     seed: int = Field(7, ge=0, description="Seed of the weights and of the data's order.")
 
@@ -178,9 +181,18 @@ def warm_up_ends(plan: Plan, facts: ModelFacts) -> str | None:
     return f"warmup {plan.warmup} is longer than the run of steps {plan.steps}: set warmup {plan.steps} or less."
 
 
+def own_attention_drops_nothing(plan: Plan, facts: ModelFacts) -> str | None:
+    if plan.attention == "plait" or not facts.attention_dropout:
+        return None
+    return (
+        f"attention own draws its dropout (attention_dropout {facts.attention_dropout}) in an order that depends on the "
+        "layout: set attention plait, or attention_dropout 0 in the model's config."
+    )
+
+
 RULES: tuple[Rule, ...] = (
     degrees_make_the_ranks, schedule_is_known, batch_divides, blocks_fill_stages, tensors_divide, sequence_fits,
-    warm_up_ends,
+    warm_up_ends, own_attention_drops_nothing,
 )  # fmt: skip
 
 

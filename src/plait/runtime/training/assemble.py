@@ -43,7 +43,7 @@ def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = 
     check(schedule)
 
     # The modules of this stage, without memory; then tp replaces forwards; then each module gets its slices.
-    body = StageModel(model, sharding, world.rank, dtype, seed=plan.seed)
+    body = StageModel(model, sharding, world.rank, dtype, seed=plan.seed, attention=plan.attention)
     tp = world.group("tp")
     forget = _split_over_tp(model, body, sharding, world, tp)
     body.materialise(sharding, world.rank, plan.seed, world.device)
