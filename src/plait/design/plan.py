@@ -31,6 +31,9 @@ class Plan(BaseModel):
         description="A text file, a directory of text files, or 'stdlib' (Python's own sources).",
     )
     tokenizer: Literal["bpe", "bytes"] = Field("bpe", description="BPE trained once on the data, or plain bytes.")
+    packing: Literal["stream", "sorted"] = Field(
+        "stream", description="Rows cut from the documents as they come, or whole documents, in steps of even cost."
+    )
     ranks: int = Field(0, ge=0, description="How many ranks; 0: dp x tp x pp.")
     dp: int = Field(1, ge=1, description="Data parallel degree.")
     tp: int = Field(1, ge=1, description="Tensor parallel degree.")

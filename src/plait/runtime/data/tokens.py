@@ -23,7 +23,7 @@ import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from ...design.errors import PlanError, nearest
 from ...design.plan import Plan
 from .tokenizer import Bpe, Bytes, Tokenizer
 
-FORMAT = 1
+FORMAT = 2
 """Raised by one whenever the same files would give other bytes on disk, so that old entries are not read."""
 
 TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
@@ -49,10 +49,12 @@ ENCODED_TOGETHER = 64
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """All documents as one stream.
+    """All documents as one stream, or some of them (`part`).
 
     `stream` [tokens] uint16 or uint32, mapped from disk; `offsets` [documents + 1] int64; `entropy` in nats a token of
-    the stream's single-token frequencies: the loss of a model that has learnt those and nothing else.
+    the stream's single-token frequencies: the loss of a model that has learnt those and nothing else. `digests`
+    [documents] uint64 of the documents' bytes. Of a part, `offsets` count its own tokens, and `starts` [documents] says
+    where its documents begin in the stream (None: at `offsets`).
     """
 
     stream: np.ndarray
@@ -60,6 +62,28 @@ class Corpus:
     entropy: float
     tokenizer: Tokenizer
     description: str
+    digests: np.ndarray | None = None
+    starts: np.ndarray | None = None
+
+    @property
+    def tokens(self) -> int:
+        return int(self.offsets[-1])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document, its end token with them."""
+        return np.diff(self.offsets)
+
+    @property
+    def begins(self) -> np.ndarray:
+        """Where each document begins in the stream."""
+        return self.offsets[:-1] if self.starts is None else self.starts
+
+    def part(self, chosen: np.ndarray) -> Corpus:
+        """The documents where `chosen` [documents] is true; the stream is shared."""
+        offsets = np.concatenate(([0], np.cumsum(self.lengths[chosen])))
+        digests = None if self.digests is None else self.digests[chosen]
+        return replace(self, offsets=offsets, digests=digests, starts=self.begins[chosen])
 
 
 def documents(data: str) -> list[Path]:
@@ -196,6 +220,7 @@ def _build(paths: Sequence[Path], kind: str, vocabulary: int, entry: Path) -> No
     size = sum(path.stat().st_size for path in paths)
     about = {
         "tokenizer": kind,
+        "digests": [int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") for text in texts],
         "offsets": [0, *(np.flatnonzero(stream == tokenizer.end) + 1).tolist()],
         "entropy": float(-(share * np.log(share)).sum()),
         "description": f"{len(texts):,} documents, {size:,} bytes, {len(stream):,} tokens ({kind})",
@@ -217,6 +242,7 @@ def _load(entry: Path) -> Corpus | None:
             entropy=about["entropy"],
             tokenizer=Bytes() if about["tokenizer"] == "bytes" else Bpe.read(entry / "tokenizer.json"),
             description=about["description"],
+            digests=np.asarray(about["digests"], np.uint64),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
