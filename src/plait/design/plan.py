@@ -59,6 +59,12 @@ class Plan(BaseModel):
         "plait", description="plait's attention, or the model's own as transformers writes it."
     )
     bucket_mb: float = Field(4.0, gt=0, description="Megabytes of gradient reduced over dp in one call.")
+    eval_every: int = Field(0, ge=0, description="Steps between evaluations on held-out text (0: none).")
+    eval_share: float = Field(
+        0.01, gt=0, lt=1, description="Share of the documents that is held out when eval_every asks for it."
+    )
+    eval_data: str = Field("", description="A text to evaluate on in the place of a held-out share: as for data.")
+    sample_every: int = Field(0, ge=0, description="Steps between samples of text from the prompts (0: none).")
     seed: int = Field(7, ge=0, description="Seed of the weights and of the data's order.")
 
     @field_validator("model", "data")
@@ -83,6 +89,11 @@ class Plan(BaseModel):
     @property
     def bucket_bytes(self) -> int:
         return int(self.bucket_mb * 2**20)
+
+    @property
+    def held_out(self) -> float:
+        """The share of the documents that training does not read."""
+        return self.eval_share if self.eval_every and not self.eval_data else 0.0
 
     def __init__(self, *, source: str = "the plan", **values: Any) -> None:
         """Unknown keys and impossible values are a `PlanError`: one sentence that begins with `source`."""
@@ -193,9 +204,15 @@ def own_attention_drops_nothing(plan: Plan, facts: ModelFacts) -> str | None:
     )
 
 
+def evaluation_is_asked_for(plan: Plan, facts: ModelFacts) -> str | None:
+    if plan.eval_every or not plan.eval_data:
+        return None
+    return f"eval_data {plan.eval_data} is named, but eval_every 0 never reads it: set eval_every 50, say."
+
+
 RULES: tuple[Rule, ...] = (
     degrees_make_the_ranks, schedule_is_known, batch_divides, blocks_fill_stages, tensors_divide, sequence_fits,
-    warm_up_ends, own_attention_drops_nothing,
+    warm_up_ends, own_attention_drops_nothing, evaluation_is_asked_for,
 )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from ...design.errors import PlanError
 from ...design.plan import Plan
 from ..batch import Batch
 from .best_fit import BestFit, even
+from .held_out import training_part
 from .packing import Stream
 from .tokens import Corpus
 
@@ -61,7 +62,8 @@ def own_rows(plan: Plan, rank: int) -> slice:
 
 
 class Batches:
-    """This rank's part of every global batch, in turn: an iterator over batches of [batch / dp, seq].
+    """This rank's part of every global batch, in turn: an iterator over batches of [batch / dp, seq]. `corpus` is all of
+    the data; documents held out for evaluation are not read.
 
     It ends after plan.steps batches, or after plan.epochs passes over the data when those are counted. The plan must
     have passed its rules: dp divides batch.
@@ -70,7 +72,7 @@ class Batches:
     def __init__(self, corpus: Corpus, plan: Plan, rank: int) -> None:
         self._plan = plan
         self._own = own_rows(plan, rank)
-        self._packing = packed(corpus, plan)
+        self._packing = packed(training_part(corpus, plan), plan)
         self._rows = self._packing.count
         self._epoch, self._row = 0, 0
         self._group = plan.batch

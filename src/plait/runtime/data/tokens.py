@@ -161,7 +161,19 @@ def prepare(plan: Plan, vocabulary: int, *, cache: Path | None = None) -> Corpus
             f"BPE needs a vocabulary of {Bpe.least} or more to be worth training, but the model has {vocabulary}: use "
             f"tokenizer bytes (from {Bytes.least} on), or a model with a larger vocabulary."
         )
-    paths = documents(plan.data)
+    return _cached(documents(plan.data), kind, vocabulary, cache, None)
+
+
+def prepare_with(data: str, corpus: Corpus, *, cache: Path | None = None) -> Corpus:
+    """Another text in the tokens of `corpus`, whose tokenizer is taken as it is; from the cache when it is there."""
+    most = int(np.iinfo(corpus.stream.dtype).max) + 1
+    return _cached(documents(data), corpus.tokenizer.fingerprint, most, cache, corpus.tokenizer)
+
+
+def _cached(
+    paths: list[Path], kind: str, vocabulary: int, cache: Path | None, tokenizer: Tokenizer | None
+) -> Corpus:  # fmt: skip
+    """The corpus of these files: with `tokenizer`, or with a new one of a kind."""
     stats = [(str(path.resolve()), path.stat()) for path in paths]
     source = [FORMAT, kind, vocabulary, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]]
     key = hashlib.blake2b(json.dumps(source).encode(), digest_size=16).hexdigest()
@@ -174,7 +186,7 @@ def prepare(plan: Plan, vocabulary: int, *, cache: Path | None = None) -> Corpus
                 shutil.rmtree(stale, ignore_errors=True)
                 stale.unlink(missing_ok=True)  # a plain file, which no one here wrote
             scratch.mkdir()
-            _build(paths, kind, vocabulary, scratch)
+            _build(paths, kind, vocabulary, scratch, tokenizer)
             scratch.rename(entry)
             corpus = _load(entry)
     if corpus is None:
@@ -196,17 +208,15 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _build(paths: Sequence[Path], kind: str, vocabulary: int, entry: Path) -> None:
+def _build(paths: Sequence[Path], kind: str, vocabulary: int, entry: Path, given: Tokenizer | None) -> None:
     """Reads, tokenises and counts everything, and writes the files of one cache entry into the directory `entry`."""
     texts = [path.read_bytes().decode(errors="replace") for path in paths]
     cut = [[text[at : at + PIECE] for at in range(0, len(text), PIECE)] for text in texts]
     pieces = [piece for document in cut for piece in document]
-    tokenizer: Tokenizer
-    if kind == "bytes":
-        tokenizer = Bytes()
-    else:
-        tokenizer = Bpe.train(pieces, vocabulary)
+    tokenizer = given or (Bytes() if kind == "bytes" else Bpe.train(pieces, vocabulary))
+    if isinstance(tokenizer, Bpe):
         tokenizer.write(entry / "tokenizer.json")
+    word = "bpe" if isinstance(tokenizer, Bpe) else "bytes"
 
     dtype = np.uint16 if vocabulary <= 1 << 16 else np.uint32
     groups = (pieces[at : at + ENCODED_TOGETHER] for at in range(0, len(pieces), ENCODED_TOGETHER))
@@ -219,11 +229,11 @@ def _build(paths: Sequence[Path], kind: str, vocabulary: int, entry: Path) -> No
     share = counts[counts > 0] / len(stream)
     size = sum(path.stat().st_size for path in paths)
     about = {
-        "tokenizer": kind,
+        "tokenizer": word,
         "digests": [int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") for text in texts],
         "offsets": [0, *(np.flatnonzero(stream == tokenizer.end) + 1).tolist()],
         "entropy": float(-(share * np.log(share)).sum()),
-        "description": f"{len(texts):,} documents, {size:,} bytes, {len(stream):,} tokens ({kind})",
+        "description": f"{len(texts):,} documents, {size:,} bytes, {len(stream):,} tokens ({word})",
         "checksums": {path.name: zlib.crc32(path.read_bytes()) for path in sorted(entry.iterdir())},
     }
     (entry / "corpus.json").write_text(json.dumps(about), encoding="utf-8")
