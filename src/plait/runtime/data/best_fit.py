@@ -1,8 +1,8 @@
 """Rows of whole documents, filled by best fit, and an order in which the rows of a step cost the same.
 
     documents           a a a   b b b b b   c c   d d d d d d d       E, the end, is one of their tokens
-    longest first       d d d d d | d d . . .  ->  d d c c . | a a a . . | b b b b b        rows of 5
-    cost                25          8                          9           25                 sum of squares of lengths
+    rows of 5           b b b b b | d d d d d | a a a c c | d d . . .
+    cost                    25          25          13          4     sum of the squares of the pieces' lengths
 
 A document longer than a row is cut into full rows and a rest, as packing.py cuts it; all else stays whole. The longest
 piece is placed first, each in the row with the least room that still takes it (best fit decreasing; Johnson et al.,
