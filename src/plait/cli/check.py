@@ -18,7 +18,7 @@ from .terminal import Terminal
 
 STEPS = 3
 DEFAULTS = {"steps": STEPS, "seq": 64}
-MEANINGLESS = ("data", "tokenizer", "epochs")
+MEANINGLESS = ("data", "tokenizer", "packing", "epochs", "eval_every", "eval_share", "eval_data", "sample_every")
 """Fields that a comparison does not read: it draws its own tokens."""
 SHOWN = 8
 """Departing places that are listed; the rest are counted."""

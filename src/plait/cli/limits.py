@@ -11,7 +11,8 @@ from ..design.facts import ModelFacts
 from ..design.plan import Plan
 
 MOST = {"ranks": 1 << 16, "dp": 1 << 16, "tp": 1 << 16, "pp": 1 << 16, "microbatches": 1 << 16, "batch": 1 << 20,
-        "seq": 1 << 24, "seed": (1 << 63) - 1, "steps": 1 << 40, "epochs": 1 << 40, "warmup": 1 << 40}  # fmt: skip
+        "seq": 1 << 24, "seed": (1 << 63) - 1, "steps": 1 << 40, "epochs": 1 << 40, "warmup": 1 << 40,
+        "eval_every": 1 << 40, "sample_every": 1 << 40}  # fmt: skip
 MOST_SLOTS = 1 << 15
 """Stages x microbatches of one schedule. Its table is made and proven before a step: 32,768 take some seconds."""
 BYTES_AN_ELEMENT = 16

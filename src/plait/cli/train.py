@@ -27,12 +27,13 @@ def train(
     overwrite: bool = typer.Option(False, help="Replace an earlier run's files in --out."),
     prove: int = typer.Option(0, min=0, help="Before training, compare this many steps with one process, wide."),
     sample: int = typer.Option(32, min=0, help="Tokens of text to draw from the trained model."),
-    prompt: str = typer.Option("def ", help="What the text begins with."),
+    prompt: list[str] = typer.Option(["def "], help="What the text begins with; may be given several times."),
 ) -> int:
     """Train MODEL, laid over the ranks that the degrees describe."""
     from ..runtime.comm.nursery import alone, in_place, launch, refuse_too_many
     from ..runtime.comm.world import Rendezvous
     from ..runtime.data.batches import global_batches
+    from ..runtime.data.held_out import evaluation_part
     from ..runtime.data.tokens import prepare
     from ..runtime.hf.read import read
 
@@ -53,7 +54,12 @@ def train(
     def tokenise() -> None:
         # In a process of its own: tokenising starts threads, and what is wrong with the text is said before any rank
         # starts.
-        alone(lambda: prepare(plan, model.facts.vocabulary).description, "The tokenizer")
+        def first() -> str:
+            corpus = prepare(plan, model.facts.vocabulary)
+            evaluation_part(corpus, plan)
+            return corpus.description
+
+        alone(first, "The tokenizer")
 
     if here is not None:
         # Rank 0 alone writes: another rank may look when it has already begun, or stand on another machine.
@@ -88,19 +94,13 @@ def _under_launcher(plan: Plan, size: int, prove: int) -> Plan:
     return plan.model_copy(update={"ranks": size})
 
 
-def _refuse_unspeakable(prompt: str) -> None:
+def _refuse_unspeakable(prompts: list[str]) -> None:
     """Bytes that are no UTF-8 arrive as half characters, which no tokenizer takes: said now, not after the training."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        raise PlanError(f"--prompt {prompt!r} is not text in UTF-8.") from None
-
-
-def _printable(text: str) -> str:
-    """Without the bytes that a model draws and a terminal obeys."""
-    return "".join(
-        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
-    )
+    for prompt in prompts:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise PlanError(f"--prompt {prompt!r} is not text in UTF-8.") from None
 
 
 def _folder(out: Path | None, plan: Plan) -> Path:
@@ -152,7 +152,7 @@ def _claim(metrics: Path, overwrite: bool, made: list[Path]) -> bool:
 
 
 def _rank(
-    meeting: Any, plan: Plan, model: Any, folder: Path, proof: tuple[Path, int] | None, sample: int, prompt: str
+    meeting: Any, plan: Plan, model: Any, folder: Path, proof: tuple[Path, int] | None, sample: int, prompt: list[str]
 ) -> bool:
     """One rank's life, from joining the world to the last picture; returns whether the proof held."""
     from ..check.compare import compare
@@ -161,7 +161,7 @@ def _rank(
     from ..runtime.data.tokens import prepare
     from ..runtime.training import loop, measure
     from ..runtime.training.assemble import build
-    from ..runtime.training.sample import sample as draw
+    from .look import Look, shown
     from .view import View, predicted
 
     corpus = prepare(plan, model.facts.vocabulary)
@@ -184,13 +184,16 @@ def _rank(
             if view and metrics:
                 metrics.write(report)
                 view.step(report)
+            if report.finite:  # else the run ends here
+                look.after(report.step)
 
+        look = Look(run, corpus, prompt, sample, folder, metrics, view)
+        look.after(0)
         loop.train(run, batches, seen)
         expected = predicted(plan, model.facts)
         traffic = measure.traffic(world, expected)  # first: what follows moves bytes of its own
         timeline = measure.timeline(run)
-        start = corpus.tokenizer.encode(prompt) or [corpus.tokenizer.end]
-        text = _printable(corpus.tokenizer.decode(start + draw(run, start, sample))) if sample else ""
+        text = shown(look.texts())
         if view:
             view.closing(run.pipeline.schedule, timeline, expected, traffic, verdict, text, folder)
     return True

@@ -21,7 +21,9 @@ from ..report import sharding as sharding_report
 from ..report import timeline as timeline_report
 from ..report import traffic as traffic_report
 from ..report.words import counted, size
+from ..runtime.data.held_out import evaluation_part, seen_in_training
 from ..runtime.data.tokens import Corpus
+from ..runtime.training.evaluate import Evaluation
 from ..runtime.training.step import Report
 from .check import show
 from .terminal import Terminal
@@ -36,6 +38,7 @@ class View:
         self._plan, self._facts, self._corpus, self._steps = plan, facts, corpus, steps
         self._console = Terminal()
         self._seen: list[Report] = []
+        self._evaluations: list[Evaluation] = []
         self._bar: Progress | None = None
 
     def opening(self) -> None:
@@ -47,7 +50,19 @@ class View:
             soft_wrap=True,
         )
         self._console.print(f"text: {self._corpus.description}", soft_wrap=True)
+        self._say_what_is_held_out()
         self._console.print(sharding_report.table(shard(facts, plan), plan))
+
+    def _say_what_is_held_out(self) -> None:
+        part = evaluation_part(self._corpus, self._plan)
+        if part is None:
+            return
+        said = f"held out: {counted(len(part.lengths), 'document')}, {part.tokens:,} tokens"
+        if self._plan.eval_data:
+            said += f", {self._plan.eval_data}"
+            if seen := seen_in_training(self._corpus, part):
+                said += f"; {seen} of them are in the training text, too"
+        self._console.print(Text(said), soft_wrap=True)
 
     def proof(self, verdict: Verdict) -> None:
         """Before training: in a word when the layout is right (the closing says how far), else with what departs."""
@@ -75,6 +90,20 @@ class View:
         if report.step == self._steps:
             self._bar.stop()
 
+    def evaluation(self, found: Evaluation) -> None:
+        self._evaluations.append(found)
+        facts = f"held-out loss {found.loss:.3f}  {found.tokens:,} tokens  {found.seconds:.2f} s"
+        self._say(f"step {found.step}/{self._steps}  {facts}")
+
+    def sample(self, step: int, texts: list[str]) -> None:
+        for text in texts:
+            self._say(f"step {step}/{self._steps}  sample: {printable(text)!r}")
+
+    def _say(self, line: str) -> None:
+        """A line of plain text, above the bar where there is one."""
+        console = self._console if self._bar is None else self._bar.console
+        console.print(Text(line), soft_wrap=True)
+
     def closing(
         self, schedule: Schedule, measured: Timeline, expected: list[Traffic], moved: list[Traffic],
         verdict: Verdict | None, text: str, folder: Path,
@@ -89,6 +118,11 @@ class View:
             f"{'below' if below >= 0 else 'ABOVE'} that",
             soft_wrap=True,
         )
+        if self._evaluations:
+            first, found = self._evaluations[0], self._evaluations[-1]
+            began = f" ({first.loss:.3f} before the first)" if len(self._evaluations) > 1 else ""
+            over = f"the mean over {found.tokens:,} target tokens"
+            console.print(f"held-out loss {found.loss:.3f} after step {found.step}{began}: {over}", soft_wrap=True)
         console.print("\npipeline, last step (simulated from its own forward and backward times)", style="bold")
         simulated = simulate(schedule, mean_seconds(measured))
         console.print(timeline_report.draw_pair(simulated, measured, console.width))
@@ -102,6 +136,13 @@ class View:
             console.print("\nsample", style="bold")
             console.print(Text(text), soft_wrap=True)
         console.print(f"\nwritten: {folder / 'metrics.jsonl'}", soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """Without the bytes that a model draws and a terminal obeys."""
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
 
 
 PROVEN = ("loss", "norm", "gradient", "weight")

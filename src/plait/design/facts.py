@@ -58,7 +58,8 @@ class ParameterFact:
 @dataclass(frozen=True)
 class ModelFacts:
     """One model: its sizes and its parameters, in the order in which a forward uses them. `head` names the module that
-    gives the logits, `experts_per_token` how many experts of a layer a token goes to (0: there are none)."""
+    gives the logits, `experts_per_token` how many experts of a layer a token goes to (0: there are none),
+    `attention_dropout` which share of its attention weights training drops."""
 
     family: str
     blocks: int
@@ -70,6 +71,7 @@ class ModelFacts:
     head: str
     parameters: tuple[ParameterFact, ...]
     experts_per_token: int = 0
+    attention_dropout: float = 0.0
 
     @property
     def elements(self) -> int:

@@ -31,6 +31,9 @@ class Plan(BaseModel):
         description="A text file, a directory of text files, or 'stdlib' (Python's own sources).",
     )
     tokenizer: Literal["bpe", "bytes"] = Field("bpe", description="BPE trained once on the data, or plain bytes.")
+    packing: Literal["stream", "sorted"] = Field(
+        "stream", description="Rows cut from the documents as they come, or whole documents, in steps of even cost."
+    )
     ranks: int = Field(0, ge=0, description="How many ranks; 0: dp x tp x pp.")
     dp: int = Field(1, ge=1, description="Data parallel degree.")
     tp: int = Field(1, ge=1, description="Tensor parallel degree.")
@@ -52,7 +55,16 @@ class Plan(BaseModel):
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's second moment.")
     clip: float = Field(1.0, ge=0, description="Largest global gradient norm (0: no clipping).")
     compute: Literal["fp32", "bf16"] = Field("fp32", description="Type of compute; weights and their state stay fp32.")
+    attention: Literal["plait", "own"] = Field(
+        "plait", description="plait's attention, or the model's own as transformers writes it."
+    )
     bucket_mb: float = Field(4.0, gt=0, description="Megabytes of gradient reduced over dp in one call.")
+    eval_every: int = Field(0, ge=0, description="Steps between evaluations on held-out text (0: none).")
+    eval_share: float = Field(
+        0.01, gt=0, lt=1, description="Share of the documents that is held out when eval_every asks for it."
+    )
+    eval_data: str = Field("", description="A text to evaluate on in the place of a held-out share: as for data.")
+    sample_every: int = Field(0, ge=0, description="Steps between samples of text from the prompts (0: none).")
     seed: int = Field(7, ge=0, description="Seed of the weights and of the data's order.")
     hang_timeout: float = Field(600.0, gt=0, le=1e6, description="Seconds for which a rank may wait for others.")
     comm_check: bool = Field(False, description="Compare every call with the other ranks' before it is made.")
@@ -79,6 +91,11 @@ class Plan(BaseModel):
     @property
     def bucket_bytes(self) -> int:
         return int(self.bucket_mb * 2**20)
+
+    @property
+    def held_out(self) -> float:
+        """The share of the documents that training does not read."""
+        return self.eval_share if self.eval_every and not self.eval_data else 0.0
 
     def __init__(self, *, source: str = "the plan", **values: Any) -> None:
         """Unknown keys and impossible values are a `PlanError`: one sentence that begins with `source`."""
@@ -180,9 +197,24 @@ def warm_up_ends(plan: Plan, facts: ModelFacts) -> str | None:
     return f"warmup {plan.warmup} is longer than the run of steps {plan.steps}: set warmup {plan.steps} or less."
 
 
+def own_attention_drops_nothing(plan: Plan, facts: ModelFacts) -> str | None:
+    if plan.attention == "plait" or not facts.attention_dropout:
+        return None
+    return (
+        f"attention own draws its dropout (attention_dropout {facts.attention_dropout}) in an order that depends on the "
+        "layout: set attention plait, or attention_dropout 0 in the model's config."
+    )
+
+
+def evaluation_is_asked_for(plan: Plan, facts: ModelFacts) -> str | None:
+    if plan.eval_every or not plan.eval_data:
+        return None
+    return f"eval_data {plan.eval_data} is named, but eval_every 0 never reads it: set eval_every 50, say."
+
+
 RULES: tuple[Rule, ...] = (
     degrees_make_the_ranks, schedule_is_known, batch_divides, blocks_fill_stages, tensors_divide, sequence_fits,
-    warm_up_ends,
+    warm_up_ends, own_attention_drops_nothing, evaluation_is_asked_for,
 )  # fmt: skip
 
 

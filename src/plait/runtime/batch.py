@@ -54,6 +54,12 @@ class Batch:
         """Whether every row is one unpadded document, so that plain causal attention is right."""
         return bool((self.document_ids == 0).all())
 
+    @cached_property
+    def restarts(self) -> bool:
+        """Whether positions alone tell the documents apart: one more at each token of a document, and only there."""
+        inside = (self.document_ids[:, 1:] == self.document_ids[:, :-1]) & (self.document_ids[:, 1:] >= 0)
+        return bool((inside == (self.positions.diff() == 1)).all())
+
     def slice(self, start: int, stop: int) -> Batch:
         return Batch(**{f.name: getattr(self, f.name)[start:stop] for f in fields(self)})
 
@@ -78,5 +84,6 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         moved = Batch(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
-        moved.__dict__["plain"] = self.plain  # known before the move, so that no one asks the device for it
+        # Known before the move, so that no one asks the device for it.
+        moved.__dict__.update(plain=self.plain, restarts=self.restarts)
         return moved

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from ...design.records import Traffic
 
 
@@ -24,6 +27,15 @@ class Ledger:
             Traffic(rank, axis, why, operation, ranks, calls, payload)
             for (axis, why, operation, ranks), (calls, payload) in self._rows.items()
         ]
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is moved inside the block is not counted: the ledger is a step's, and this lies between two."""
+        rows, self._rows = self._rows, {}
+        try:
+            yield
+        finally:
+            self._rows = rows
 
     def clear(self) -> None:
         self._rows.clear()

@@ -5,21 +5,43 @@
               dp 0: 7 2, 4 1, 6 3    dp 1: 9 0, 8 5, - -
 
 The order depends on the seed and the epoch alone, so every layout trains on the same batches, and a run that stops
-resumes on any layout with exactly the rows that were left. Ranks that differ only in pp or tp get the same rows.
+resumes on any layout with exactly the rows that were left. Ranks that differ only in pp or tp get the same rows. Which
+rows there are is the packing's (packing.py, best_fit.py); with packing sorted the order depends on their costs and on
+the batch, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 
 from ...design.errors import PlanError
 from ...design.plan import Plan
 from ..batch import Batch
-from .packing import row, rows
+from .best_fit import BestFit, even
+from .held_out import training_part
+from .packing import Stream
 from .tokens import Corpus
+
+
+class Packing(Protocol):
+    """Documents in rows: how many rows, the rows themselves by their ids, and what each costs where that decides when
+    it is read."""
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def costs(self) -> np.ndarray | None: ...
+
+    def take(self, ids: np.ndarray) -> Batch: ...
+
+
+def packed(corpus: Corpus, plan: Plan) -> Packing:
+    return BestFit(corpus, plan.seq) if plan.packing == "sorted" else Stream(corpus, plan.seq)
 
 
 def order(count: int, seed: int, epoch: int) -> np.ndarray:
@@ -40,19 +62,21 @@ def own_rows(plan: Plan, rank: int) -> slice:
 
 
 class Batches:
-    """This rank's part of every global batch, in turn: an iterator over batches of [batch / dp, seq].
+    """This rank's part of every global batch, in turn: an iterator over batches of [batch / dp, seq]. `corpus` is all of
+    the data; documents held out for evaluation are not read.
 
     It ends after plan.steps batches, or after plan.epochs passes over the data when those are counted. The plan must
     have passed its rules: dp divides batch.
     """
 
     def __init__(self, corpus: Corpus, plan: Plan, rank: int) -> None:
-        self._corpus = corpus
         self._plan = plan
         self._own = own_rows(plan, rank)
-        self._rows = rows(corpus, plan.seq)
+        self._packing = packed(training_part(corpus, plan), plan)
+        self._rows = self._packing.count
         self._epoch, self._row = 0, 0
-        self._order = order(self._rows, plan.seed, 0)
+        self._group = plan.batch
+        self._order = self._in_order(0)
 
     @property
     def steps_total(self) -> int:
@@ -61,8 +85,10 @@ class Batches:
 
     @property
     def state(self) -> dict[str, int]:
-        """Where the next batch starts: its epoch, and how many rows of the epoch are behind it, over all ranks."""
-        return {"epoch": self._epoch, "row": self._row}
+        """Where the next batch starts: its epoch, and how many rows of the epoch are behind it, over all ranks; where
+        rows are grouped by cost, the size of the epoch's groups."""
+        group = {} if self._packing.costs is None else {"group": self._group}
+        return {"epoch": self._epoch, "row": self._row, **group}
 
     def restore(self, state: Mapping[str, int]) -> None:
         """Goes on from `state`, which any layout may have left; the seed, the data and seq must be the same.
@@ -70,12 +96,16 @@ class Batches:
         The batch may differ: each row is still read once an epoch, and steps count as if all had been this size.
         """
         epoch, place = state["epoch"], state["row"]
+        if ("group" in state) != (self._packing.costs is not None):
+            other = "sorted" if "group" in state else "stream"
+            raise PlanError(f"The data stopped with packing {other}: resume with it, not with {self._plan.packing}.")
         if epoch < 0 or not 0 <= place < self._rows:
             raise PlanError(
                 f"The data stopped at row {place} of epoch {epoch}, but it has {self._rows} rows of {self._plan.seq} "
                 "tokens now: resume with the data, the tokenizer and the seq that the run began with."
             )
-        self._go_to(epoch, place)
+        self._epoch, self._row, self._group = epoch, place, state.get("group", self._plan.batch)
+        self._order = self._in_order(epoch)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -91,8 +121,9 @@ class Batches:
         if after < self._rows:
             self._row = after
         else:
-            self._go_to(self._epoch + 1, 0)
-        return row(self._corpus, plan.seq, mine).padded(plan.batch // plan.dp)
+            self._epoch, self._row, self._group = self._epoch + 1, 0, plan.batch
+            self._order = self._in_order(self._epoch)
+        return self._packing.take(mine).padded(plan.batch // plan.dp)
 
     @property
     def _steps_an_epoch(self) -> int:
@@ -104,10 +135,11 @@ class Batches:
             return self._epoch >= self._plan.epochs
         return self._epoch * self._steps_an_epoch + -(-self._row // self._plan.batch) >= self._plan.steps
 
-    def _go_to(self, epoch: int, place: int) -> None:
-        if epoch != self._epoch:
-            self._order = order(self._rows, self._plan.seed, epoch)
-        self._epoch, self._row = epoch, place
+    def _in_order(self, epoch: int) -> np.ndarray:
+        costs = self._packing.costs
+        if costs is None:
+            return order(self._rows, self._plan.seed, epoch)
+        return even(costs, self._group, self._plan.seed, epoch, order)
 
 
 def global_batches(corpus: Corpus, plan: Plan, count: int) -> list[Batch]:

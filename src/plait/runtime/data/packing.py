@@ -19,13 +19,25 @@ from ..batch import IGNORE, Batch
 from .tokens import Corpus
 
 
+class Stream:
+    """The packing `stream`, the default: `count` rows of `seq` tokens, and `take`. It gives no order but the shuffled."""
+
+    def __init__(self, corpus: Corpus, seq: int) -> None:
+        self._corpus, self._seq = corpus, seq
+        self.count = rows(corpus, seq)
+        self.costs: np.ndarray | None = None
+
+    def take(self, ids: np.ndarray) -> Batch:
+        return row(self._corpus, self._seq, ids)
+
+
 def rows(corpus: Corpus, seq: int) -> int:
     """How many rows of `seq` tokens the corpus gives.
 
     The very last end token has no target; it does not begin a row of its own, so every row (of two tokens or
     more) has something to learn.
     """
-    return -(-(len(corpus.stream) - 1) // seq)
+    return -(-(corpus.tokens - 1) // seq)
 
 
 def row(corpus: Corpus, seq: int, ids: np.ndarray) -> Batch:
@@ -35,10 +47,11 @@ def row(corpus: Corpus, seq: int, ids: np.ndarray) -> Batch:
         raise IndexError(f"sample ids {ids.min()} to {ids.max()}, but there are {rows(corpus, seq)} rows of {seq}")
     starts = ids[:, None] * seq
     places = starts + np.arange(seq + 1)  # one more than a row: the last target is the next row's first token
-    real = places < len(corpus.stream)
+    real = places < corpus.tokens
     places = np.where(real, places, 0)
-    tokens = corpus.stream[places].astype(np.int64)
     document = np.searchsorted(corpus.offsets, places, side="right") - 1
+    # Of a part of the documents, places count its own tokens.
+    tokens = corpus.stream[places + (corpus.begins - corpus.offsets[:-1])[document]].astype(np.int64)
 
     has_target = real[:, 1:] & (document[:, 1:] == document[:, :-1])
     real, places, document = real[:, :-1], places[:, :-1], document[:, :-1]

@@ -6,6 +6,7 @@ Both turn every text into ids and back without loss, and both have one id that n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +22,11 @@ class Tokenizer(Protocol):
 
     @property
     def end(self) -> int: ...
+    @property
+    def fingerprint(self) -> str:
+        """The same for tokenizers that give every text the same ids."""
+        ...
+
     def encode(self, text: str) -> list[int]: ...
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -31,6 +37,7 @@ class Bytes:
 
     end = 256
     least = 257
+    fingerprint = "bytes"
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -77,6 +84,10 @@ class Bpe:
 
     def write(self, path: Path) -> None:
         path.write_text(self._inner.to_str(), encoding="utf-8")
+
+    @property
+    def fingerprint(self) -> str:
+        return blake2b(self._inner.to_str().encode(), digest_size=16).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         return self._inner.encode(text).ids

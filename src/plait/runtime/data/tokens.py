@@ -23,7 +23,7 @@ import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from ...design.errors import PlanError, nearest
 from ...design.plan import Plan
 from .tokenizer import Bpe, Bytes, Tokenizer
 
-FORMAT = 1
+FORMAT = 2
 """Raised by one whenever the same files would give other bytes on disk, so that old entries are not read."""
 
 TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
@@ -49,10 +49,12 @@ ENCODED_TOGETHER = 64
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """All documents as one stream.
+    """All documents as one stream, or some of them (`part`).
 
     `stream` [tokens] uint16 or uint32, mapped from disk; `offsets` [documents + 1] int64; `entropy` in nats a token of
-    the stream's single-token frequencies: the loss of a model that has learnt those and nothing else.
+    the stream's single-token frequencies: the loss of a model that has learnt those and nothing else. `digests`
+    [documents] uint64 of the documents' bytes. Of a part, `offsets` count its own tokens, and `starts` [documents] says
+    where its documents begin in the stream (None: at `offsets`).
     """
 
     stream: np.ndarray
@@ -60,6 +62,28 @@ class Corpus:
     entropy: float
     tokenizer: Tokenizer
     description: str
+    digests: np.ndarray | None = None
+    starts: np.ndarray | None = None
+
+    @property
+    def tokens(self) -> int:
+        return int(self.offsets[-1])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document, its end token with them."""
+        return np.diff(self.offsets)
+
+    @property
+    def begins(self) -> np.ndarray:
+        """Where each document begins in the stream."""
+        return self.offsets[:-1] if self.starts is None else self.starts
+
+    def part(self, chosen: np.ndarray) -> Corpus:
+        """The documents where `chosen` [documents] is true; the stream is shared."""
+        offsets = np.concatenate(([0], np.cumsum(self.lengths[chosen])))
+        digests = None if self.digests is None else self.digests[chosen]
+        return replace(self, offsets=offsets, digests=digests, starts=self.begins[chosen])
 
 
 def documents(data: str) -> list[Path]:
@@ -137,7 +161,19 @@ def prepare(plan: Plan, vocabulary: int, *, cache: Path | None = None) -> Corpus
             f"BPE needs a vocabulary of {Bpe.least} or more to be worth training, but the model has {vocabulary}: use "
             f"tokenizer bytes (from {Bytes.least} on), or a model with a larger vocabulary."
         )
-    paths = documents(plan.data)
+    return _cached(documents(plan.data), kind, vocabulary, cache, None)
+
+
+def prepare_with(data: str, corpus: Corpus, *, cache: Path | None = None) -> Corpus:
+    """Another text in the tokens of `corpus`, whose tokenizer is taken as it is; from the cache when it is there."""
+    most = int(np.iinfo(corpus.stream.dtype).max) + 1
+    return _cached(documents(data), corpus.tokenizer.fingerprint, most, cache, corpus.tokenizer)
+
+
+def _cached(
+    paths: list[Path], kind: str, vocabulary: int, cache: Path | None, tokenizer: Tokenizer | None
+) -> Corpus:  # fmt: skip
+    """The corpus of these files: with `tokenizer`, or with a new one of a kind."""
     stats = [(str(path.resolve()), path.stat()) for path in paths]
     source = [FORMAT, kind, vocabulary, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]]
     key = hashlib.blake2b(json.dumps(source).encode(), digest_size=16).hexdigest()
@@ -150,7 +186,7 @@ def prepare(plan: Plan, vocabulary: int, *, cache: Path | None = None) -> Corpus
                 shutil.rmtree(stale, ignore_errors=True)
                 stale.unlink(missing_ok=True)  # a plain file, which no one here wrote
             scratch.mkdir()
-            _build(paths, kind, vocabulary, scratch)
+            _build(paths, kind, vocabulary, scratch, tokenizer)
             scratch.rename(entry)
             corpus = _load(entry)
     if corpus is None:
@@ -172,17 +208,15 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _build(paths: Sequence[Path], kind: str, vocabulary: int, entry: Path) -> None:
+def _build(paths: Sequence[Path], kind: str, vocabulary: int, entry: Path, given: Tokenizer | None) -> None:
     """Reads, tokenises and counts everything, and writes the files of one cache entry into the directory `entry`."""
     texts = [path.read_bytes().decode(errors="replace") for path in paths]
     cut = [[text[at : at + PIECE] for at in range(0, len(text), PIECE)] for text in texts]
     pieces = [piece for document in cut for piece in document]
-    tokenizer: Tokenizer
-    if kind == "bytes":
-        tokenizer = Bytes()
-    else:
-        tokenizer = Bpe.train(pieces, vocabulary)
+    tokenizer = given or (Bytes() if kind == "bytes" else Bpe.train(pieces, vocabulary))
+    if isinstance(tokenizer, Bpe):
         tokenizer.write(entry / "tokenizer.json")
+    word = "bpe" if isinstance(tokenizer, Bpe) else "bytes"
 
     dtype = np.uint16 if vocabulary <= 1 << 16 else np.uint32
     groups = (pieces[at : at + ENCODED_TOGETHER] for at in range(0, len(pieces), ENCODED_TOGETHER))
@@ -195,10 +229,11 @@ def _build(paths: Sequence[Path], kind: str, vocabulary: int, entry: Path) -> No
     share = counts[counts > 0] / len(stream)
     size = sum(path.stat().st_size for path in paths)
     about = {
-        "tokenizer": kind,
+        "tokenizer": word,
+        "digests": [int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") for text in texts],
         "offsets": [0, *(np.flatnonzero(stream == tokenizer.end) + 1).tolist()],
         "entropy": float(-(share * np.log(share)).sum()),
-        "description": f"{len(texts):,} documents, {size:,} bytes, {len(stream):,} tokens ({kind})",
+        "description": f"{len(texts):,} documents, {size:,} bytes, {len(stream):,} tokens ({word})",
         "checksums": {path.name: zlib.crc32(path.read_bytes()) for path in sorted(entry.iterdir())},
     }
     (entry / "corpus.json").write_text(json.dumps(about), encoding="utf-8")
@@ -217,6 +252,7 @@ def _load(entry: Path) -> Corpus | None:
             entropy=about["entropy"],
             tokenizer=Bytes() if about["tokenizer"] == "bytes" else Bpe.read(entry / "tokenizer.json"),
             description=about["description"],
+            digests=np.asarray(about["digests"], np.uint64),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

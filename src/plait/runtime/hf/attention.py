@@ -1,4 +1,4 @@
-"""plait's one attention, under the name that a model's config selects it by, and the masks for a model's own.
+"""plait's one attention, under the name that a model's config selects it by, and what a model's own is told instead.
 
     q kᵀ x scaling  ->  soft cap  ->  mask: back only, own document, own window  ->  softmax  ->  dropout  ->  x v
 
@@ -51,13 +51,14 @@ class Sight:
 
 def visible(batch: Batch, window: int | None) -> Tensor | None:
     """None where plain causal attention is right; else [b, 1, s, s], true where a token may look: back, no further than
-    `window` tokens with its own, and inside its own document. Padding (-1) is a document of its own, so that no row of
-    the mask is empty."""
+    `window` tokens with its own, and inside its own document. Each token of padding (-1) is a document of its own, as it
+    is for whoever goes by positions, so that no row of the mask is empty."""
     length = batch.tokens.shape[1]
     narrow = window is not None and window < length
     if batch.plain and not narrow:
         return None
-    documents = batch.document_ids
+    place = torch.arange(length, device=batch.tokens.device)
+    documents = torch.where(batch.document_ids < 0, -1 - place, batch.document_ids)
     may = (documents.unsqueeze(-1) == documents.unsqueeze(-2)).tril()
     if narrow:
         assert window is not None
@@ -65,24 +66,12 @@ def visible(batch: Batch, window: int | None) -> Tensor | None:
     return may.unsqueeze(1)
 
 
-def own_masks(batch: Batch, config: Any, dtype: torch.dtype) -> Any:
-    """What a model's own attention takes in the place of a mask: nothing where its class makes the right one itself, one
-    mask, or one for each kind of layer."""
-    if batch.plain:
-        return None
-    kinds = set(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None)
-    if kinds == {"full_attention", "sliding_attention"} or config.model_type in ("gemma2", "gemma3_text"):
-        windows = {"full_attention": None, "sliding_attention": window}
-        return {kind: _additive(visible(batch, width), config, dtype) for kind, width in windows.items()}
-    return _additive(visible(batch, window if config.model_type != "qwen3" else None), config, dtype)
-
-
-def _additive(mask: Tensor | None, config: Any, dtype: torch.dtype) -> Tensor | None:
-    """A mask of truths as eager attention takes it: added to the scores."""
-    if mask is None or config._attn_implementation != "eager":
-        return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+def told_apart(batch: Batch) -> Tensor:
+    """The positions of a batch for a model with attention of its own: transformers makes its masks (window, kinds of
+    layers) from where they restart. Raises where they would tell it something else than the documents do."""
+    if not batch.restarts:
+        raise ValueError("attention own sees documents by their positions, which do not restart in each of this batch")
+    return batch.positions
 
 
 def attention(

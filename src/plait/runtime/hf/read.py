@@ -231,12 +231,16 @@ def build_on_meta(config: Any, *, attention: str = "plait") -> Any:
         if attention == "plait":
             return _from(config, PLAIT).train()
         # Dropout inside sdpa is drawn by its kernel, and depends on the layout.
-        if getattr(config, "attention_dropout", 0.0) or getattr(config, "attn_pdrop", 0.0):
+        if attention_dropout(config):
             return _from(config, "eager").train()
         try:
             return _from(config, "sdpa").train()
         except ValueError:
             return _from(config, "eager").train()
+
+
+def attention_dropout(config: Any) -> float:
+    return float(getattr(config, "attention_dropout", 0.0) or getattr(config, "attn_pdrop", 0.0) or 0.0)
 
 
 def _from(config: Any, attention: str) -> Any:
@@ -299,6 +303,7 @@ def _facts(config: Any) -> ModelFacts:
         head=next(name for name, module in model.named_modules() if module is model.get_output_embeddings()),
         parameters=tuple(found.values()),
         experts_per_token=int(getattr(config, "num_experts_per_tok", 0) or 0),
+        attention_dropout=attention_dropout(config),
     )
 
 

@@ -25,7 +25,7 @@ from ...design.layout import balanced
 from ...design.mesh import Mesh
 from ...design.sharding import Sharding
 from ..batch import Batch
-from .attention import Sight
+from .attention import PLAIT, Sight, told_apart
 from .dropout import Dropping, begins, drops
 from .initial import fill, find_tied, take
 from .read import Model, build_on_meta, find_blocks
@@ -87,18 +87,22 @@ class _Absent(nn.Module):
 
 
 class StageModel:
-    """What stage `stage` computes: `forward(batch, received)` gives the hidden state for the next stage, or logits."""
+    """What the stage of `rank` computes: `forward(batch, received)` gives the hidden state for the next stage, or
+    logits. `attention` is the plan's: plait's, or the model's own."""
 
-    def __init__(self, model: Model, sharding: Sharding, rank: int, dtype: torch.dtype, *, seed: int) -> None:
+    def __init__(
+        self, model: Model, sharding: Sharding, rank: int, dtype: torch.dtype, *, seed: int, attention: str = PLAIT
+    ) -> None:
         mesh, stage = sharding.mesh, sharding.mesh.coordinate(rank)["pp"]
-        self.module = build_on_meta(model.config)
+        self.module = build_on_meta(model.config, attention=attention)
         self.dtype = dtype
         self.step = 0
         """Of the run: what dropout is keyed by, beside the samples."""
         self._tied = find_tied(self.module)
         _localise(self.module, model, mesh, rank)
-        self._sight = Sight()
-        self._sight.attach(self.module)
+        self._sight = Sight() if attention == PLAIT else None
+        if self._sight is not None:
+            self._sight.attach(self.module)
         self._dropping = Dropping(seed) if drops(self.module) else None
         parameters = sharding.on_stage(stage)
         blocks_name, blocks = find_blocks(self.module)
@@ -142,10 +146,12 @@ class StageModel:
         """Tokens [b, s] (and the hidden state [b, s, hidden] of the stage before) -> hidden state or logits."""
         if self._enter is not None:
             self._enter.received = received
-        self._sight.look_at(batch)
+        if self._sight is not None:
+            self._sight.look_at(batch)
+        positions = batch.positions if self._sight is not None else told_apart(batch)
         try:
             with self._drops(batch):
-                output = self.module(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False)
+                output = self.module(input_ids=batch.tokens, position_ids=positions, use_cache=False)
         except _Left as left:
             return left.hidden
         logits: Tensor = output.logits

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..batch import Batch
-from .attention import own_masks
+from .attention import told_apart
 from .dropout import Dropping, begins, drops
 from .initial import fill, find_tied
 from .read import Model, build_on_meta, find_blocks
@@ -19,19 +19,13 @@ class WholeModel:
         self.module = build_on_meta(model.config, attention="own")
         self.step = 0
         fill(self.module, find_tied(self.module), seed, lambda name, drawn: drawn.to(dtype), torch.device("cpu"))
-        self._dtype = dtype
         self._dropping = Dropping(seed) if drops(self.module) else None
         if self._dropping is not None:
             for number, block in enumerate(find_blocks(self.module)[1]):
                 block.register_forward_pre_hook(begins(self._dropping, number))
 
     def forward(self, batch: Batch) -> Tensor:
-        inputs = {
-            "input_ids": batch.tokens,
-            "attention_mask": own_masks(batch, self.module.config, self._dtype),
-            "position_ids": batch.positions,
-            "use_cache": False,
-        }
+        inputs = {"input_ids": batch.tokens, "position_ids": told_apart(batch), "use_cache": False}
         if self._dropping is None:
             logits: Tensor = self.module(**inputs).logits
             return logits

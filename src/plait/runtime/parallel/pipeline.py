@@ -97,7 +97,9 @@ class Pipeline:
 
     def _forward(self, m: int) -> None:
         batch = self._microbatches[m]
-        output = self._stage.forward(batch, self._received.get(m))
+        # Without backwards to come, what was received and sent lives no longer than its use.
+        received = self._received.get(m) if self._last is not None else self._received.pop(m, None)
+        output = self._stage.forward(batch, received)
         if self._stage.is_last and self._inverse_weight is not None:
             output = self._stage.loss(output, batch, self._inverse_weight)
             self._loss += output.detach()
@@ -114,7 +116,8 @@ class Pipeline:
             self._gradients[m] = gradient
 
     def _send_activation(self, m: int) -> None:
-        self._post(self.outputs[m].detach(), +1, m, "activation")
+        output = self.outputs[m] if self._last is not None else self.outputs.pop(m)
+        self._post(output.detach(), +1, m, "activation")
 
     def _send_gradient(self, m: int) -> None:
         self._post(self._gradients.pop(m), -1, m, "gradient")

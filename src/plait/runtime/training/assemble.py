@@ -43,7 +43,7 @@ def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = 
     check(schedule)
 
     # The modules of this stage, without memory; then tp replaces forwards; then each module gets its slices.
-    body = StageModel(model, sharding, world.rank, dtype, seed=plan.seed)
+    body = StageModel(model, sharding, world.rank, dtype, seed=plan.seed, attention=plan.attention)
     tp = world.group("tp")
     forget = _split_over_tp(model, body, sharding, world, tp)
     body.materialise(sharding, world.rank, plan.seed, world.device)
@@ -74,10 +74,15 @@ def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = 
             clock=clock, sink=sink,
         )  # fmt: skip
 
+    def forwards(microbatches: int) -> Pipeline:
+        table = lower(FORWARD_ONLY(plan.pp, microbatches))
+        check(table)
+        return pipeline(table, Clock(world.device))
+
     return Run(
         plan=plan, world=world, model=model, sharding=sharding, sink=sink, optimizer=optimizer, tied=tied, clock=clock,
         body=body, stage=stage, pipeline=pipeline(schedule, clock),
-        forward=pipeline(lower(FORWARD_ONLY(plan.pp, 1)), Clock(world.device)), forget=forget, steps=steps,
+        forward=forwards(1), evaluation=forwards(plan.microbatches), forget=forget, steps=steps,
     )  # fmt: skip
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ..batch import Batch
 from ..comm.nursery import BadNumbersError
 from . import replicas
+from .evaluate import Evaluation
 from .step import Report, Run
 
 
@@ -20,7 +20,7 @@ def train(run: Run, batches: Iterable[Batch], seen: Callable[[Report], None]) ->
     for batch in batches:
         report = run.step(batch)
         seen(report)
-        if not (math.isfinite(report.loss) and math.isfinite(report.grad_norm)):
+        if not report.finite:
             raise BadNumbersError(
                 f"step {report.step} has loss {report.loss} and gradient norm {report.grad_norm}: lower lr "
                 f"({run.plan.lr}), add warmup ({run.plan.warmup}) or clip ({run.plan.clip})."
@@ -28,19 +28,30 @@ def train(run: Run, batches: Iterable[Batch], seen: Callable[[Report], None]) ->
 
 
 class Metrics:
-    """Writes RUN/metrics.jsonl: one object a step, flushed line by line."""
+    """Writes RUN/metrics.jsonl: one object a step or an evaluation, flushed line by line."""
 
     def __init__(self, file: Path) -> None:
         self._lines = file.open("w", encoding="utf-8")
 
     def write(self, report: Report) -> None:
-        values = {
+        self._add({
             "step": report.step,
             "loss": report.loss,
             "grad_norm": report.grad_norm,
             "lr": report.lr,
             "tokens": report.tokens,
             "tokens_per_s": report.tokens_per_s,
-        }
+        })  # fmt: skip
+
+    def write_evaluation(self, found: Evaluation) -> None:
+        """A line of its own, with other names: after a step's, and before the first step's (step 0)."""
+        self._add({
+            "step": found.step,
+            "eval_loss": found.loss,
+            "eval_tokens": found.tokens,
+            "eval_seconds": found.seconds,
+        })  # fmt: skip
+
+    def _add(self, values: dict[str, float]) -> None:
         self._lines.write(json.dumps(values) + "\n")
         self._lines.flush()

@@ -5,6 +5,7 @@ count target tokens -> carry out the schedule -> norm and clip -> optimizer (whi
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,6 +48,10 @@ class Report:
     seconds: float
 
     @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
 
@@ -57,6 +62,7 @@ class Run:
     def __init__(
         self, *, plan: Plan, world: World, model: Model, sharding: Sharding, sink: Buckets, optimizer: Optimizer,
         tied: TiedWeights, clock: Clock, body: StageModel, stage: Stage, pipeline: Pipeline, forward: Pipeline,
+        evaluation: Pipeline,
         forget: SharedInput, steps: int | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.world, self.model, self.sharding = plan, world, model, sharding
@@ -64,7 +70,7 @@ class Run:
         self.sink, self.optimizer, self.tied = sink, optimizer, tied
         self.steps = steps or plan.steps
         self.done = 0
-        self.forward_pipeline = forward
+        self.forward_pipeline, self.evaluation_pipeline = forward, evaluation
         self.clock, self.pipeline, self._shared = clock, pipeline, forget
         place = world.coordinate
         self._first_of_replica = place["pp"] == place["tp"] == 0
@@ -75,6 +81,10 @@ class Run:
             for number, part in enumerate(held.parts)
             if part.grad.is_first_copy(world.mesh, world.rank)
         ]
+
+    def forget(self) -> None:
+        """Lets go of what the last pass left for the next module."""
+        self._shared.forget()
 
     def step(self, batch: Batch, *, at: Callable[[Moment], None] = _unseen) -> Report:
         """Trains on this rank's rows of one global batch (batch / dp rows of seq tokens); the same report everywhere.
@@ -98,7 +108,7 @@ class Run:
         microbatches = [part.to(world.device) for part in batch.split(plan.microbatches)]
         self.body.step = self.done
         share = self.pipeline.run(microbatches, inverse)
-        self._shared.forget()
+        self.forget()
         self.tied.reduce()
         at("reduced")
 
