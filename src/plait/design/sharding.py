@@ -9,6 +9,7 @@ In the models of this version every tensor has one part.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from .facts import ModelFacts, ParameterFact
@@ -120,7 +121,7 @@ def holdings(sharding: Sharding, item: int = 4) -> list[Holding]:
     rows = []
     for part in sharding.parts:
         holders = list(part.stored.holders(sharding.mesh))
+        copies = Counter(box for _, box in holders)
         for rank, box in holders:
-            copies = sum(1 for _, other in holders if other == box)
-            rows.append(Holding(rank, part.name, part.block, box, elements(box) * item, copies))
+            rows.append(Holding(rank, part.name, part.block, box, elements(box) * item, copies[box]))
     return sorted(rows, key=lambda row: row.rank)

@@ -40,10 +40,12 @@ def all_reduce(x: Tensor, group: Group, *, why: str, op: str = "sum", wait: bool
     if group.handle is None:
         return DONE
     group.ledger.add(group.axis, why, "all_reduce", group.size, x.numel() * x.element_size())
+    since = group.ledger.now()
     work = dist.all_reduce(x, _OPERATIONS[op], group=group.handle, async_op=True)
     handle = Handle(work, x)
     if wait:
         handle.wait()
+        group.ledger.waited(group.axis, why, since)
     return handle
 
 
@@ -53,7 +55,9 @@ def all_gather(x: Tensor, group: Group, *, why: str) -> Tensor:
         return x.unsqueeze(0)
     gathered = x.new_empty((group.size, *x.shape))
     group.ledger.add(group.axis, why, "all_gather", group.size, gathered.numel() * x.element_size())
+    since = group.ledger.now()
     dist.all_gather(list(gathered.unbind(0)), x.contiguous(), group=group.handle)
+    group.ledger.waited(group.axis, why, since)
     return gathered
 
 

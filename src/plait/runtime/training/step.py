@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -63,6 +63,12 @@ class Run:
         self.sink, self.optimizer = sink, optimizer
         self.steps = steps or plan.steps
         self.done = 0
+        self.laps: dict[str, Any] = {}
+        """When the parts of the last step ended: tokens counted, batch here, pipeline begun, gradients
+        reduced, weights updated."""
+        self.waits: tuple[tuple[str, str, Any, Any], ...] = ()
+        """The last step's sums that were waited for: axis, why, begin, end."""
+        world.ledger.clock = clock.now
         self.forward_pipeline = forward
         self.clock, self.pipeline, self._shared = clock, pipeline, forget
         place = world.coordinate
@@ -76,7 +82,7 @@ class Run:
         """Trains on this rank's rows of one global batch (batch / dp rows of seq tokens); the same report everywhere.
         `at` is called at each `Moment`, for whoever wants to look at the gradients then."""
         begin = time.perf_counter()
-        plan, world = self.plan, self.world
+        plan, world, laps = self.plan, self.world, self.laps
         rows = plan.batch // plan.dp
         if batch.tokens.shape != (rows, plan.seq):
             raise ValueError(
@@ -89,10 +95,14 @@ class Run:
         all_reduce(weight, world.everyone, why="target tokens")
         inverse = 1 / weight.clamp(min=1).double()
 
-        self.clock.start()
-        self.sink.begin()
+        laps["counted"] = self.clock.now()
         microbatches = [part.to(world.device) for part in batch.split(plan.microbatches)]
+        laps["here"] = self.clock.now()
+        self.sink.begin()
+        laps["begun"] = self.clock.now()
+        self.clock.start()
         share = self.pipeline.run(microbatches, inverse)
+        laps["reduced"] = self.clock.now()
         self._shared.forget()
         at("reduced")
 
@@ -102,6 +112,7 @@ class Run:
 
         lr = learning_rate(plan, self.done, self.steps)
         self.optimizer.step(lr)
+        laps["updated"], self.waits = self.clock.now(), tuple(world.ledger.waits)
 
         self.done += 1
         numbers = torch.stack((loss, norm, weight.double())).tolist()  # the step's one host sync
