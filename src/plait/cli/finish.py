@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
-import transformers
 
 from .. import __version__
 from ..design.cost.memory import memory
@@ -42,7 +42,7 @@ def gathered(run: Run, watch: Watch, corpus: Corpus, expected: list[Traffic], *,
         seconds=seconds,
         device=_device(run.world.device),
         versions={
-            "plait": __version__, "torch": str(torch.__version__), "transformers": transformers.__version__,
+            "plait": __version__, "torch": str(torch.__version__), "transformers": version("transformers"),
             "python": platform.python_version(),
         },
         data=corpus.description,

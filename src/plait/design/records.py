@@ -140,9 +140,9 @@ class MemoryBill:
 
 
 STEP_SHARES = {
-    "data": "waiting for the batch and moving it to the device; also for ranks whose batch comes later",
+    "data": "waiting for the batch, here and on the rank that gets it last; moving it to the device",
     "compute": "forwards and backwards, without the sums over tp inside them",
-    "communication": "sums over tp, what backward could not hide of the sums over dp, posting sends and receives",
+    "communication": "sums over tp, what backward could not hide of the sums over dp, sends until they are taken",
     "bubble": "waiting for neighbouring stages, and at the end of the step for the slowest rank",
     "optimizer": "gradient norm, clip, update of the weights",
     "other": "what is left: zeroing gradients, printing, writing metrics",

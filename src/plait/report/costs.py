@@ -58,7 +58,7 @@ def step_time(record: RunRecord) -> str:
         paragraph(about),
         meaning((name, name, words) for name, words in STEP_SHARES.items()),
         bars(drawn, longest, name="time of a step on each rank"),
-        table(("rank", *(f"{name}, ms" for name in STEP_SHARES), "step, ms"), listed, name="Numbers: each rank", words=0),
+        table(("rank", *(f"{name}, ms" for name in STEP_SHARES), "step, ms"), listed, name="Numbers: each rank"),
         left_out(len(rows), "ranks"),
         paragraph(cpu, "note") if record.device.startswith("cpu") and len(rows) > 1 else "",
     )  # fmt: skip
@@ -104,7 +104,7 @@ def traffic(record: RunRecord) -> str:
         paragraph(f"One step sends {size(total)} over all ranks. {about}"),
         key((("predicted", "predicted"), ("measured", "measured"))),
         bars(drawn, longest, name="bytes sent in one step on each axis"),
-        table(head, listed, name="Numbers: each reason", words=3),
+        table(head, listed, name="Numbers: each reason", words=(0, 1, 2)),
         paragraph("Bytes of payloads, with the ring algorithms' shares; world is what all ranks sum together.", "note"),
     )  # fmt: skip
 
@@ -163,7 +163,7 @@ def memory(record: RunRecord) -> str:
         paragraph(about),
         key((name, HELD[name]) for name in names),
         bars(drawn, longest, name="memory of each rank, predicted above measured"),
-        table((*head, "process"), listed, name="Numbers: each rank, in bytes", words=0),
+        table((*head, "process"), listed, name="Numbers: each rank, in bytes"),
         left_out(len(pairs), "ranks"),
         paragraph("In each pair of bars predicted is above measured. Kept for backward: counted in the first step, and "
                   "predicted for rows of one document; a row that holds several adds their mask. Process: "

@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from .markup import said
 
 MOST_POINTS = 500
 SIZE = 1000
+NARROW, WIDE, LETTER = 190, 320, 7
+"""Pixels: the least width of a low chart and of a high one, and of a letter on its axes."""
 
 Point = tuple[int, float]
 
@@ -56,12 +59,13 @@ def round_values(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def smoothed(points: Sequence[Point], window: int) -> list[Point]:
-    """The exponential mean over about `window` steps, the first ones not pulled towards zero."""
-    keep, total, weight = 1 - 1 / window, 0.0, 0.0
+    """The mean over the `window` steps around each, fewer at the ends: it does not lag behind."""
+    sums = [0.0, *accumulate(value for _, value in points)]
+    half, count = window // 2, len(points)
     found = []
-    for step, value in points:
-        total, weight = keep * total + value, keep * weight + 1
-        found.append((step, total / weight))
+    for place, (step, _) in enumerate(points):
+        reach = min(half, place, count - 1 - place)
+        found.append((step, (sums[place + reach + 1] - sums[place - reach]) / (2 * reach + 1)))
     return found
 
 
@@ -77,8 +81,8 @@ def binned(points: Sequence[Point]) -> list[tuple[Point, float, float]]:
 
 
 def window_of(count: int) -> int:
-    """Steps that are smoothed over: a twentieth of the run, none where it is short."""
-    return max(1, count // 20)
+    """Steps that are smoothed over: a twentieth of the run, an odd number, none where it is short."""
+    return max(1, count // 20) // 2 * 2 + 1
 
 
 def curve(
@@ -108,7 +112,7 @@ def curve(
     shapes += _points(x, y, [b[0] for b in bins], name)
     svg = f'<svg viewBox="0 0 {SIZE} {SIZE}" preserveAspectRatio="none">{"".join(shapes)}</svg>'
     label = said(f"{name} over {len(points):,} steps, from {points[0][1]:.4g} to {points[-1][1]:.4g}")
-    words = _words(x, y, reference)
+    words = _words(x, y, reference, NARROW if height < 100 else WIDE)
     return f'<div class="plot" style="height:{height}px" role="img" aria-label="{label}">{svg}{words}</div>'
 
 
@@ -123,16 +127,15 @@ def _height(values: Sequence[float], log: bool, ticks: int, reference: tuple[flo
     return Axis(low - pad, high + pad, log, ticks)
 
 
-def _words(x: Axis, y: Axis, reference: tuple[float, str] | None) -> str:
+def _words(x: Axis, y: Axis, reference: tuple[float, str] | None, width: int) -> str:
     words = [f'<span class="y" style="top:{_down(y, tick) / 10:.2f}%">{tick:.4g}</span>' for tick in y.ticks]
-    steps = sorted({round(tick) for tick in round_values(x.low, x.high, 5)} | {int(x.high)})
-    if len(steps) > 1 and x.place(steps[-1]) - x.place(steps[-2]) < 0.13:
-        steps.pop(-2)
-    for step in steps:
-        last = " last" if step == steps[-1] and len(steps) > 1 else ""
-        words.append(
-            f'<span class="x{last}" style="left:{100 * x.place(step):.2f}%">{"step " if last else ""}{step:,}</span>'
-        )
+    end = f"step {x.high:,.0f}"
+    label = LETTER * len(end)
+    steps = {round(tick) for tick in round_values(x.low, x.high, max(1, min(5, width // (label + LETTER))))}
+    # A word is centred on its step, the last one ends there: those that would touch it are left out.
+    for step in sorted(step for step in steps if (1 - x.place(step)) * width > 1.5 * label):
+        words.append(f'<span class="x" style="left:{100 * x.place(step):.2f}%">{step:,}</span>')
+    words.append(f'<span class="x last" style="left:100%">{end}</span>')
     if reference:
         words.append(f'<span class="said" style="top:{_down(y, reference[0]) / 10:.2f}%">{said(reference[1])}</span>')
     return "".join(words)

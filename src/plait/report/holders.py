@@ -36,7 +36,7 @@ def holders(record: RunRecord) -> str:
     cards = []
     for stage in some(plan.pp, MOST_CARDS):
         ours = rows[mesh.rank(pp=stage)]
-        cards.append(_card(record, stage, modules(sharding, ours, word="blocks "), sum(row.bytes for row in ours)))
+        cards.append(_card(record, stage, modules(sharding, ours, spelt=True), sum(row.bytes for row in ours)))
     head = ("rank", *mesh.names, "holds", "slice", "cut/whole", "parameters", "bytes", "copies")
     listed = [line(sharding, rank, rows[rank]) for rank in some(mesh.size)]
     colours = [(f"slice{place}", f"tp {place}") for place in range(min(plan.tp, COLOURS))]
@@ -46,7 +46,7 @@ def holders(record: RunRecord) -> str:
         key(colours) if 1 < plan.tp <= COLOURS else "",
         f'<div class="stages">{"".join(cards)}</div>',
         left_out(plan.pp, "stages", MOST_CARDS),
-        table(head, listed, name="Numbers: each rank", words=0),
+        table(head, listed, name="Numbers: each rank", words=(len(mesh.names) + 1, len(mesh.names) + 2)),
         paragraph("cut/whole: tensors cut, and held whole; copies: ranks with the same slice. Bytes of fp32.", "note"),
         left_out(mesh.size, "ranks"),
     )  # fmt: skip

@@ -33,7 +33,7 @@ def loss(record: RunRecord, metrics: Sequence[Metric], samples: Sequence[Sample]
     )
     reference = (record.entropy, "unigram entropy")
     window = window_of(len(points))
-    lines = [("line raw", "each step"), ("line smooth", f"mean over about {window} steps")]
+    lines = [("line raw", "each step"), ("line smooth", f"mean over {window:,} steps around")]
     if window == 1:
         lines = [("line smooth", "each step")]
     small = "".join(
@@ -65,7 +65,7 @@ def loss(record: RunRecord, metrics: Sequence[Metric], samples: Sequence[Sample]
         paragraph(about),
         f'<div class="beside"><div>{main}</div>{_samples(samples)}</div>',
         f'<div class="trio">{small}</div>',
-        table(head, rows, name=name, words=0),
+        table(head, rows, name=name),
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from html import escape
 
 MOST_RANKS = 64
@@ -26,19 +26,16 @@ def paragraph(text: str, kind: str = "") -> str:
     return f'<p class="{kind}">{said(text)}</p>' if kind else f"<p>{said(text)}</p>"
 
 
-def table(
-    head: Sequence[str], rows: Iterable[Sequence[object]], *, name: str, words: int = 1, open_: bool = False
-) -> str:
-    """The numbers under a picture, folded away; the first `words` columns are words, the others numbers."""
+def table(head: Sequence[str], rows: Iterable[Sequence[object]], *, name: str, words: Collection[int] = ()) -> str:
+    """The numbers under a picture, folded away; the columns `words` are words, the others numbers."""
 
     def cell(kind: str, column: int, value: object) -> str:
-        side = "" if column < words else ' class="number"'
+        side = "" if column in words else ' class="number"'
         return f"<{kind}{side}>{said(value)}</{kind}>"
 
-    lines = [f"<details{' open' if open_ else ''}><summary>{said(name)}</summary>", '<div class="wide"><table>']
-    lines.append(
-        f"<thead><tr>{''.join(cell('th', column, value) for column, value in enumerate(head))}</tr></thead><tbody>"
-    )
+    lines = [f"<details><summary>{said(name)}</summary>", '<div class="wide"><table>']
+    lines.append(f"<thead><tr>{''.join(cell('th', column, value) for column, value in enumerate(head))}</tr></thead>")
+    lines.append("<tbody>")
     lines += [f"<tr>{''.join(cell('td', column, value) for column, value in enumerate(row))}</tr>" for row in rows]
     return "\n".join([*lines, "</tbody></table></div></details>"])
 

@@ -94,7 +94,7 @@ def _header(record: RunRecord, metrics: Sequence[Metric]) -> str:
 
 def _plan(record: RunRecord) -> str:
     values = [(name, value) for name, value in record.plan.model_dump().items()]
-    return section("plan", "Plan", table(("key", "value"), values, name="Every value of the plan", words=2))
+    return section("plan", "Plan", table(("key", "value"), values, name="Every value of the plan", words=(0, 1)))
 
 
 def _footer(record: RunRecord) -> str:

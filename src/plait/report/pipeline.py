@@ -86,7 +86,7 @@ def pipeline(record: RunRecord) -> str:
         paragraph(thinned, "note") if many else "",
         key([*((NAMES[kind], LEGEND[kind]) for kind in kinds), ("hatched", "bubble: idle or waiting")]),
         f'<div class="wide" tabindex="0" role="group" aria-label="pipeline">{_svg(record, stages, many, slowest)}</div>',
-        table(head, rows, name="Numbers: each stage"),
+        table(head, rows, name="Numbers: each stage", words=(0,)),
         left_out(len(times), "stages"),
     )  # fmt: skip
 

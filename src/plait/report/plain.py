@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -47,11 +46,13 @@ def plain(value: Any) -> Any:
     if isinstance(value, Action):
         return str(value)
     if is_dataclass(value):
-        return {name: plain(getattr(value, name)) for name, _ in _hints(_kind(value))}
+        kind: Any = type(value)
+        return {name: plain(getattr(value, name)) for name, _ in _hints(kind)}
     if isinstance(value, tuple | list):
         first = value[0] if value else None
         if is_dataclass(first) and not isinstance(first, Action):
-            names = [name for name, _ in _hints(_kind(first))]
+            kind = type(first)
+            names = [name for name, _ in _hints(kind)]
             return {"columns": names, "rows": [[plain(getattr(row, name)) for name in names] for row in value]}
         return [plain(item) for item in value]
     if isinstance(value, dict):
@@ -80,15 +81,10 @@ def revive(kind: Any, value: Any, place: str) -> Any:
 
 
 @cache
-def _hints(kind: Hashable) -> tuple[tuple[str, Any], ...]:
+def _hints(kind: Any) -> tuple[tuple[str, Any], ...]:
     """(name, type) of each field."""
-    made: Any = kind
-    hints = get_type_hints(made)
-    return tuple((field.name, hints[field.name]) for field in fields(made))
-
-
-def _kind(value: Any) -> Hashable:
-    return type(value)
+    hints = get_type_hints(kind)
+    return tuple((field.name, hints[field.name]) for field in fields(kind))
 
 
 def _as(kind: Any, value: Any, place: str) -> Any:

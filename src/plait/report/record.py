@@ -103,10 +103,23 @@ def read(folder: Path) -> tuple[RunRecord, list[Metric], list[Sample]]:
     if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
         raise PlanError(f"{file} is not the record of a run in format {FORMAT}, which this version reads.")
     record = _revived(RunRecord, values, file)
+    if not _fits(record):
+        raise PlanError(f"{file} is damaged: it does not describe the {record.plan.world} ranks of its plan.")
     metrics = _lines(Metric, folder / METRICS)
     if not metrics:
         raise PlanError(f"{folder / METRICS} holds no step, so there is nothing to draw.")
     return record, metrics, _lines(Sample, folder / SAMPLES) if (folder / SAMPLES).exists() else []
+
+
+def _fits(record: RunRecord) -> bool:
+    """Whether every row is of a rank that the plan has, and every rank has its rows."""
+    plan = record.plan
+    everyone = list(range(plan.world))
+    per_rank = (record.memory_predicted, record.memory_measured, record.step_times)
+    return all([row.rank for row in rows] == everyone for rows in per_rank) and all(
+        timeline.ranks == plan.pp and all(0 <= span.rank < plan.pp for span in timeline.spans)
+        for timeline in (record.simulated, record.measured)
+    )
 
 
 def _lines(kind: type[T], file: Path) -> list[T]:

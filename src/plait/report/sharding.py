@@ -69,9 +69,12 @@ def line(sharding: Sharding, rank: int, rows: list[Holding]) -> list[str]:
     ]
 
 
-def modules(sharding: Sharding, rows: list[Holding], *, word: str = "") -> str:
-    """'embed_tokens, 0-3' or '4-7, norm, lm_head': in the order of the model, the blocks as one run, after `word`."""
-    blocks = word + runs(row.block for row in rows if row.block is not None)
+def modules(sharding: Sharding, rows: list[Holding], *, spelt: bool = False) -> str:
+    """'embed_tokens, 0-3' or '4-7, norm, lm_head': in the order of the model, the blocks as one run ('blocks 4-7' where
+    it is spelt out)."""
+    blocks = runs(row.block for row in rows if row.block is not None)
+    if spelt:
+        blocks = f"block{'' if blocks.isdigit() else 's'} {blocks}"
     names: list[str] = []
     for row in rows:
         module = sharding.part(row.part).uses[0][1]

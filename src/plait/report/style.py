@@ -127,7 +127,8 @@ details th, details td { padding: 3px 14px 3px 0; border-bottom: 1px solid var(-
 .number { text-align: right !important; white-space: nowrap; }
 footer { font-size: 12.5px; padding-bottom: 34px; }
 @media (max-width: 600px) { main, header, footer { padding-left: 12px; padding-right: 12px; }
-  section { padding: 14px 13px 10px; } button { right: 12px; } .plot { margin-left: 40px; } h1 { font-size: 22px; } }
+  section { padding: 14px 13px 10px; } button { right: 12px; top: 20px; }
+  .plot { margin-left: 40px; } h1 { font-size: 22px; } }
 @media print { button { display: none; } section { break-inside: avoid; } }
 """
 

@@ -19,7 +19,7 @@ def size(count: float) -> str:
 
 def counted(number: int, noun: str) -> str:
     """'1 rank', '2 ranks', '4 microbatches'."""
-    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def percent(share: float) -> str:
