@@ -16,6 +16,7 @@ from ..design.records import Traffic
 from ..design.simulate import mean_seconds, simulate
 from ..report import page, record
 from ..report.record import RunRecord, Sample
+from ..report.words import counted
 from ..runtime.data.tokens import Corpus
 from ..runtime.training import measure
 from ..runtime.training.step import Run
@@ -62,7 +63,8 @@ def gathered(run: Run, watch: Watch, corpus: Corpus, expected: list[Traffic], *,
 def _device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"cpu ({platform.machine()}, {len(os.sched_getaffinity(0))} cores)"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return f"cpu ({platform.machine()}, {counted(cores, 'core')})"
 
 
 def write(found: RunRecord, step: int, prompt: str, text: str, folder: Path) -> list[Path]:
