@@ -128,7 +128,7 @@ def _height(values: Sequence[float], log: bool, ticks: int, reference: tuple[flo
 
 
 def _words(x: Axis, y: Axis, reference: tuple[float, str] | None, width: int) -> str:
-    words = [f'<span class="y" style="top:{_down(y, tick) / 10:.2f}%">{tick:.4g}</span>' for tick in y.ticks]
+    words = [f'<span class="y" style="top:{_down(y, tick) / 10:.2f}%">{tick:,.6g}</span>' for tick in y.ticks]
     end = f"step {x.high:,.0f}"
     label = LETTER * len(end)
     steps = {round(tick) for tick in round_values(x.low, x.high, max(1, min(5, width // (label + LETTER))))}
