@@ -20,6 +20,7 @@ import time
 
 import plait.check.reference
 import plait.cli.app
+import plait.cli.finish
 import plait.cli.view
 import plait.runtime.training.launch
 

@@ -18,6 +18,7 @@ import pytest
 from tests.cli.commands import PATIENCE_S, Driver, until
 
 LAYOUT = ("--dp", 2, "--pp", 2)
+FILES = ("metrics.jsonl", "run.json", "samples.jsonl", "report.html", "trace.json")
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
@@ -39,7 +40,7 @@ def run(plait: Driver, small: Sequence[object], tmp_path_factory: pytest.TempPat
 
 def test_a_run_writes_its_metrics(run: tuple[Path, str]) -> None:
     out, _ = run
-    assert [file.name for file in out.iterdir()] == ["metrics.jsonl"]
+    assert {file.name for file in out.iterdir()} == set(FILES)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     for line in lines:
@@ -52,7 +53,7 @@ def test_away_from_a_terminal_a_run_prints_plain_lines(run: tuple[Path, str]) ->
     assert "\x1b" not in printed
     assert "\r" not in printed
     assert re.findall(r"^step (\d)/3 ", printed, re.MULTILINE) == ["1", "2", "3"]
-    assert printed.rstrip().splitlines()[-1] == f"written: {out / 'metrics.jsonl'}"
+    assert printed.rstrip().splitlines()[-1] == f"written: {', '.join(str(out / name) for name in FILES)}"
 
 
 def test_torchrun_gives_the_same_run(

@@ -22,7 +22,7 @@ def demo(
         f"{'-n' if key == 'ranks' else '--' + key} {value}" for key, value in PLAN.items() if key != "model"
     )
     typer.echo(f"$ plait train {PLAN['model']} {flags} --prove 3 --out {out} --overwrite")
-    return train(dict(PLAN), out=out, overwrite=True, prove=3, sample=32, prompt=["def "])
+    return train(dict(PLAN), out=out, overwrite=True, prove=3, sample=32, prompt=["def "], track="none")
 
 
 def add_to(app: typer.Typer) -> None:

@@ -48,6 +48,14 @@ class Look:
                 self._write(step, texts)
                 self._view.sample(step, texts)
 
+    def closing(self) -> list[str]:
+        """What the trained model writes, which is kept as well; every rank must ask."""
+        texts = self.texts()
+        plan = self._run.plan
+        if self._view is not None and not plan.sample_every:  # else the last step's are kept already
+            self._write(self._run.done, texts)
+        return texts
+
     def texts(self) -> list[str]:
         """What the model writes now, each text beginning with its prompt; none when no token is asked for."""
         if not self._count:

@@ -28,6 +28,7 @@ def train(
     prove: int = typer.Option(0, min=0, help="Before training, compare this many steps with one process, wide."),
     sample: int = typer.Option(32, min=0, help="Tokens of text to draw from the trained model."),
     prompt: list[str] = typer.Option(["def "], help="What the text begins with; may be given several times."),
+    track: str = typer.Option("none", help="Also write the metrics for: tensorboard."),
 ) -> int:
     """Train MODEL, laid over the ranks that the degrees describe."""
     from ..runtime.comm.nursery import alone, in_place, launch, refuse_too_many
@@ -36,10 +37,12 @@ def train(
     from ..runtime.data.held_out import evaluation_part
     from ..runtime.data.tokens import prepare
     from ..runtime.hf.read import read
+    from ..runtime.training.track import refuse
 
     plan, origin = resolve(given)
     named(origin, "train")
     _refuse_unspeakable(prompt)
+    refuse(track)
     here = Rendezvous.from_environment()
     if here is not None:
         plan = _under_launcher(plan, here.size, prove)
@@ -65,7 +68,7 @@ def train(
         # Rank 0 alone writes: another rank may look when it has already begun, or stand on another machine.
         with _claimed(folder, overwrite, writes=here.rank == 0):
             tokenise()
-            in_place(lambda: _rank(here, plan, model, folder, None, sample, prompt), here.rank)
+            in_place(lambda: _rank(here, plan, model, folder, None, sample, prompt, track), here.rank)
         return 0
     with _claimed(folder, overwrite), tempfile.TemporaryDirectory(prefix="plait-prove-") as scratch:
         tokenise()
@@ -79,8 +82,8 @@ def train(
 
         helpers = (single,) if prove else ()
         verdicts = launch(
-            lambda meeting: _rank(meeting, plan, model, folder, proof, sample, prompt), plan.world, helpers=helpers,
-            hang_timeout=plan.hang_timeout, comm_check=plan.comm_check,
+            lambda meeting: _rank(meeting, plan, model, folder, proof, sample, prompt, track), plan.world,
+            helpers=helpers, hang_timeout=plan.hang_timeout, comm_check=plan.comm_check,
         )  # fmt: skip
     return 0 if all(verdicts) else 1
 
@@ -152,17 +155,20 @@ def _claim(metrics: Path, overwrite: bool, made: list[Path]) -> bool:
 
 
 def _rank(
-    meeting: Any, plan: Plan, model: Any, folder: Path, proof: tuple[Path, int] | None, sample: int, prompt: list[str]
-) -> bool:
+    meeting: Any, plan: Plan, model: Any, folder: Path, proof: tuple[Path, int] | None, sample: int, prompt: list[str],
+    track: str,
+) -> bool:  # fmt: skip
     """One rank's life, from joining the world to the last picture; returns whether the proof held."""
     from ..check.compare import compare
     from ..runtime.comm.world import World
     from ..runtime.data.batches import Batches, global_batches
     from ..runtime.data.tokens import prepare
-    from ..runtime.training import loop, measure
+    from ..runtime.training import loop
     from ..runtime.training.assemble import build
+    from ..runtime.training.track import TensorBoard
+    from . import finish
     from .look import Look, shown
-    from .view import View, predicted
+    from .view import View, predicted, proof_line
 
     corpus = prepare(plan, model.facts.vocabulary)
     batches = Batches(corpus, plan, meeting.rank)
@@ -178,24 +184,33 @@ def _rank(
             if not verdict.passed:
                 return False
         run = build(plan, world, model=model, steps=batches.steps_total)
+        if view:
+            finish.forget(folder)
         metrics = loop.Metrics(folder / METRICS) if view else None
+        board = TensorBoard(folder) if view and track == "tensorboard" else None
 
         def seen(report: Any) -> None:
             if view and metrics:
                 metrics.write(report)
                 view.step(report)
+            if board:
+                board.write(report)
             if report.finite:  # else the run ends here
                 look.after(report.step)
 
         look = Look(run, corpus, prompt, sample, folder, metrics, view)
         look.after(0)
-        loop.train(run, batches, seen)
-        expected = predicted(plan, model.facts)
-        traffic = measure.traffic(world, expected)  # first: what follows moves bytes of its own
-        timeline = measure.timeline(run)
-        text = shown(look.texts())
+        began = time.time()
+        watch = loop.train(run, batches, seen)
+        record = finish.gathered(
+            run, watch, corpus, predicted(plan, model.facts), began=began, proof=proof_line(verdict) if verdict else ""
+        )
+        texts = look.closing()
         if view:
-            view.closing(run.pipeline.schedule, timeline, expected, traffic, verdict, text, folder)
+            written = finish.write(record, folder)
+            if board:
+                board.close(run.done, shown(texts))
+            view.closing(record, shown(texts), written)
     return True
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
@@ -13,13 +12,13 @@ from ..check.places import WORDS, Verdict
 from ..design.cost.traffic import traffic
 from ..design.facts import ModelFacts
 from ..design.plan import Plan
-from ..design.records import Timeline, Traffic, sent_per_axis
-from ..design.schedule import Action, Kind, Schedule
+from ..design.records import sent_per_axis
 from ..design.sharding import shard
-from ..design.simulate import simulate
 from ..report import sharding as sharding_report
 from ..report import timeline as timeline_report
 from ..report import traffic as traffic_report
+from ..report.costs import warning
+from ..report.record import RunRecord
 from ..report.words import counted, size
 from ..runtime.data.held_out import evaluation_part, seen_in_training
 from ..runtime.data.tokens import Corpus
@@ -104,10 +103,7 @@ class View:
         console = self._console if self._bar is None else self._bar.console
         console.print(Text(line), soft_wrap=True)
 
-    def closing(
-        self, schedule: Schedule, measured: Timeline, expected: list[Traffic], moved: list[Traffic],
-        verdict: Verdict | None, text: str, folder: Path,
-    ) -> None:  # fmt: skip
+    def closing(self, record: RunRecord, text: str, written: Iterable[Path]) -> None:
         console, last = self._console, self._seen[-10:]
         # The mean over the last tokens, not over the last steps: a short last batch counts for what it is.
         loss = sum(report.loss * report.tokens for report in last) / max(1, sum(report.tokens for report in last))
@@ -124,18 +120,19 @@ class View:
             over = f"the mean over {found.tokens:,} target tokens"
             console.print(f"held-out loss {found.loss:.3f} after step {found.step}{began}: {over}", soft_wrap=True)
         console.print("\npipeline, last step (simulated from its own forward and backward times)", style="bold")
-        simulated = simulate(schedule, mean_seconds(measured))
-        console.print(timeline_report.draw_pair(simulated, measured, console.width))
+        console.print(timeline_report.draw_pair(record.simulated, record.measured, console.width))
         console.print()
-        console.print(traffic_report.table(expected, moved))
-        axes = ", ".join(f"{axis} {size(float(sent))}" for axis, sent in sent_per_axis(moved).items())
+        console.print(traffic_report.table(record.traffic_predicted, record.traffic_measured))
+        axes = ", ".join(f"{axis} {size(float(sent))}" for axis, sent in sent_per_axis(record.traffic_measured).items())
         console.print(f"per axis, all ranks: {axes or 'nothing'}", soft_wrap=True)
-        if verdict is not None:
-            console.print(proof_line(verdict), soft_wrap=True)
+        if record.proof:
+            console.print(record.proof, soft_wrap=True)
+        if said := warning(record):
+            console.print(said, soft_wrap=True)
         if text:
             console.print("\nsample", style="bold")
             console.print(Text(text), soft_wrap=True)
-        console.print(f"\nwritten: {folder / 'metrics.jsonl'}", soft_wrap=True)
+        console.print(f"\nwritten: {', '.join(map(str, written))}", soft_wrap=True)
 
 
 def printable(text: str) -> str:
@@ -155,18 +152,3 @@ def proof_line(verdict: Verdict) -> str:
     found = ", ".join(f"{WORDS[quantity]} {verdict.relative(quantity):.1e}" for quantity in PROVEN)
     steps = counted(verdict.steps, "step")
     return f"proof: {word} to one process in the same {steps} (fp64, largest relative deviation): {found}"
-
-
-def mean_seconds(measured: Timeline) -> Any:
-    """A clock for the simulator from what was measured: the mean time of a stage's forward and backward; no transfer
-    time, since a measured wait is what the simulation is to show."""
-    times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    for span in measured.spans:
-        if span.action.kind.lane == "compute":
-            times[span.action.kind, span.action.stage].append(span.end - span.start)
-
-    def seconds(action: Action) -> float:
-        found = times.get((action.kind, action.stage))
-        return sum(found) / len(found) if found else 0.0
-
-    return seconds

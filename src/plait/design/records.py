@@ -4,6 +4,8 @@
 | simulate(schedule, seconds)    | the executor's clock        | Timeline |
 | cost.traffic(...)              | the ledger of collectives   | Traffic  |
 | sharding.holdings(...)         | shapes of local tensors     | Holding  |
+| cost.memory(...)               | tensors held, RSS           | MemoryBill |
+| -                              | the clock, the ledger       | StepTime |
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 
 from .layout import Box
 from .schedule.action import Action
@@ -33,13 +36,21 @@ class Timeline:
     ranks: int
     spans: tuple[Span, ...]
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         return max((span.end for span in self.spans), default=0.0)
 
+    @cached_property
+    def rows(self) -> tuple[tuple[Span, ...], ...]:
+        """The spans of each rank."""
+        found: list[list[Span]] = [[] for _ in range(self.ranks)]
+        for span in self.spans:
+            found[span.rank].append(span)
+        return tuple(map(tuple, found))
+
     def busy(self, rank: int) -> float:
         """Seconds that `rank` computed."""
-        return sum((s.end - s.start for s in self.spans if s.rank == rank and s.action.kind.lane == "compute"), 0)
+        return sum((s.end - s.start for s in self.rows[rank] if s.action.kind.lane == "compute"), 0)
 
     @property
     def bubble(self) -> float:
@@ -101,3 +112,72 @@ class Holding:
     box: Box
     bytes: int
     copies: int
+
+
+@dataclass(frozen=True)
+class MemoryBill:
+    """Bytes on one rank: what it holds through the whole run, and what it keeps for backward at the fullest moment of a
+    step. `master_weights` are the optimizer's own, where compute is narrower than they. `process` is a reading of the
+    allocator (GPU) or of the system (CPU: peak resident memory, with the interpreter and its libraries); a prediction
+    has none."""
+
+    rank: int
+    weights: int
+    master_weights: int
+    gradients: int
+    state: int
+    activations: int
+    process: int | None = None
+
+    @property
+    def held(self) -> tuple[int, int, int, int]:
+        """What predicted and measured agree on to the byte."""
+        return self.weights, self.master_weights, self.gradients, self.state
+
+    @property
+    def total(self) -> int:
+        return sum(self.held) + self.activations
+
+
+STEP_SHARES = {
+    "data": "waiting for the batch, here and on the rank that gets it last; moving it to the device",
+    "compute": "forwards and backwards, without the sums over tp inside them",
+    "communication": "sums over tp, what backward could not hide of the sums over dp, sends until they are taken",
+    "bubble": "waiting for neighbouring stages, and at the end of the step for the slowest rank",
+    "optimizer": "gradient norm, clip, update of the weights",
+    "other": "what is left: zeroing gradients, printing, writing metrics",
+}
+"""The shares of a step's time, in the order in which they are drawn, and what each one is."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Where the seconds of a step went on one rank, from the end of the step before to its own: means over `steps`."""
+
+    rank: int
+    steps: int
+    data: float
+    compute: float
+    communication: float
+    bubble: float
+    optimizer: float
+    other: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.shares.values())
+
+    @property
+    def shares(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in STEP_SHARES}
+
+
+DATA_LIMIT = 0.10
+"""A larger share of waiting for data is worth a warning."""
+
+
+def data_share(rows: Iterable[StepTime]) -> float:
+    """The share of all ranks' time that waiting for data took, 0 to 1."""
+    rows = list(rows)
+    total = sum(row.seconds for row in rows)
+    return sum(row.data for row in rows) / total if total else 0.0

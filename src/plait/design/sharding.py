@@ -11,6 +11,7 @@ The unit is the part, not the parameter: a parameter is an ordered list of parts
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -222,7 +223,7 @@ def holdings(sharding: Sharding, item: int = 4) -> list[Holding]:
     rows = []
     for part in sharding.parts:
         holders = list(part.compute.holders(sharding.mesh))
+        copies = Counter(box for _, box in holders)
         for rank, box in holders:
-            copies = sum(1 for _, other in holders if other == box)
-            rows.append(Holding(rank, part.name, part.block, box, elements(box) * item, copies))
+            rows.append(Holding(rank, part.name, part.block, box, elements(box) * item, copies[box]))
     return sorted(rows, key=lambda row: row.rank)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 
 from .records import Span, Timeline
-from .schedule import Action, Schedule
+from .schedule import Action, Kind, Schedule
 from .schedule.play import play, unit_seconds
 
 Seconds = Callable[[Action], float]
@@ -17,3 +18,18 @@ def simulate(schedule: Schedule, seconds: Seconds = unit_seconds) -> Timeline:
     times = play(schedule, seconds)
     spans = [Span(rank, action, *times[action]) for rank, row in enumerate(schedule.rows) for action in row]
     return Timeline(schedule.ranks, tuple(spans))
+
+
+def mean_seconds(measured: Timeline) -> Seconds:
+    """A clock for the simulator from what was measured: the mean time of a stage's forward and backward; no transfer
+    time, since a measured wait is what the simulation is to show."""
+    times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for span in measured.spans:
+        if span.action.kind.lane == "compute":
+            times[span.action.kind, span.action.stage].append(span.end - span.start)
+
+    def seconds(action: Action) -> float:
+        found = times.get((action.kind, action.stage))
+        return sum(found) / len(found) if found else 0.0
+
+    return seconds

@@ -44,11 +44,12 @@ def table(sharding: Sharding, plan: Plan) -> Table:
     for name in ("parameters", "bytes", "copies"):
         found.add_column(name, justify="right", no_wrap=True)
     for rank in range(mesh.size):
-        found.add_row(*_line(sharding, rank, [row for row in rows if row.rank == rank]))
+        found.add_row(*line(sharding, rank, [row for row in rows if row.rank == rank]))
     return found
 
 
-def _line(sharding: Sharding, rank: int, rows: list[Holding]) -> list[str]:
+def line(sharding: Sharding, rank: int, rows: list[Holding]) -> list[str]:
+    """What a row of the table says of one rank that holds `rows`."""
     mesh = sharding.mesh
     place = mesh.coordinate(rank)
     parts = [sharding.part(row.part) for row in rows]
@@ -59,7 +60,7 @@ def _line(sharding: Sharding, rank: int, rows: list[Holding]) -> list[str]:
     return [
         str(rank),
         *(str(place[name]) for name in mesh.names),
-        _modules(sharding, rows),
+        modules(sharding, rows),
         ", ".join(slices) or "whole",
         f"{len(parts) - whole}/{whole}",
         f"{held // ITEM:,}",
@@ -68,9 +69,12 @@ def _line(sharding: Sharding, rank: int, rows: list[Holding]) -> list[str]:
     ]
 
 
-def _modules(sharding: Sharding, rows: list[Holding]) -> str:
-    """'embed_tokens, 0-3' or '4-7, norm, lm_head': in the order of the model, the blocks as one run."""
+def modules(sharding: Sharding, rows: list[Holding], *, spelt: bool = False) -> str:
+    """'embed_tokens, 0-3' or '4-7, norm, lm_head': in the order of the model, the blocks as one run ('blocks 4-7' where
+    it is spelt out)."""
     blocks = runs(row.block for row in rows if row.block is not None)
+    if spelt:
+        blocks = f"block{'' if blocks.isdigit() else 's'} {blocks}"
     names: list[str] = []
     for row in rows:
         module = sharding.part(row.part).uses[0][1]

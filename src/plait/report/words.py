@@ -19,7 +19,7 @@ def size(count: float) -> str:
 
 def counted(number: int, noun: str) -> str:
     """'1 rank', '2 ranks', '4 microbatches'."""
-    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def percent(share: float) -> str:
@@ -44,10 +44,18 @@ def in_units(timeline: Timeline) -> bool:
 
 def duration(timeline: Timeline) -> str:
     """'33 units' on the textbook's clock, else '1.24 s' or '12.4 ms'."""
-    seconds = timeline.seconds
-    if in_units(timeline):
-        return f"{seconds} units"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+    return f"{timeline.seconds} units" if in_units(timeline) else time(timeline.seconds)
+
+
+def time(seconds: float) -> str:
+    """'12.4 ms', '1.24 s', '3 min 20 s' or '2 h 5 min'."""
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
 def rank_bubble(timeline: Timeline, rank: int) -> float:

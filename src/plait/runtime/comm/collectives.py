@@ -77,10 +77,12 @@ def all_reduce(x: Tensor, group: Group, *, why: str, op: str = "sum", wait: bool
     if group.handle is None:
         return DONE
     place = _note(x, group, "all_reduce", why, x.numel() * x.element_size(), _NAMES[op])
+    since = group.ledger.now()
     work = dist.all_reduce(x, _OPERATIONS[op], group=group.handle, async_op=True)
     handle = Handle(work, x, place)
     if wait:
         handle.wait()
+        group.ledger.waited(group.axis, why, since)
     return handle
 
 
@@ -90,8 +92,10 @@ def all_gather(x: Tensor, group: Group, *, why: str) -> Tensor:
         return x.unsqueeze(0)
     gathered = x.new_empty((group.size, *x.shape))
     place = _note(x, group, "all_gather", why, gathered.numel() * x.element_size())
+    since = group.ledger.now()
     x = x.contiguous()
     Handle(dist.all_gather(list(gathered.unbind(0)), x, group=group.handle, async_op=True), x, place).wait()
+    group.ledger.waited(group.axis, why, since)
     return gathered
 
 

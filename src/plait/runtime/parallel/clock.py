@@ -36,11 +36,10 @@ class Clock:
         """(action, start, end) in seconds from the start of the step."""
         if self._cuda:
             torch.cuda.synchronize()
-        return [(action, self._seconds(begin), self._seconds(end)) for action, begin, end in self._marks]
+        origin = self._origin
+        return [(action, between(origin, begin), between(origin, end)) for action, begin, end in self._marks]
 
-    def _seconds(self, mark: float | torch.cuda.Event) -> float:
-        if isinstance(mark, float):
-            assert isinstance(self._origin, float)
-            return mark - self._origin
-        assert isinstance(self._origin, torch.cuda.Event)
-        return float(self._origin.elapsed_time(mark)) / 1000
+
+def between(begin: Any, end: Any) -> float:
+    """Seconds from one now() to a later one. On a GPU both must be behind: after a host sync."""
+    return end - begin if isinstance(begin, float) else float(begin.elapsed_time(end)) / 1000

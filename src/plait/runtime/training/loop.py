@@ -11,13 +11,16 @@ from ..comm.nursery import BadNumbersError
 from . import replicas
 from .evaluate import Evaluation
 from .step import Report, Run
+from .watch import Watch
 
 
-def train(run: Run, batches: Iterable[Batch], seen: Callable[[Report], None]) -> None:
-    """Takes a step on each batch and shows its report to `seen`, on every rank. Copies of a weight that differ before the
-    first step, and numbers that are not finite after any, end the run on all ranks at once, since all see the same."""
+def train(run: Run, batches: Iterable[Batch], seen: Callable[[Report], None]) -> Watch:
+    """Takes a step on each batch and shows its report to `seen`, on every rank; returns what there was to see of the time
+    and memory of the steps. Copies of a weight that differ before the first step, and numbers that are not finite after
+    any, end the run on all ranks at once, since all see the same."""
     replicas.agree(run)
-    for batch in batches:
+    watch = Watch(run)
+    for batch in watch.over(batches):
         report = run.step(batch)
         seen(report)
         if not report.finite:
@@ -25,6 +28,7 @@ def train(run: Run, batches: Iterable[Batch], seen: Callable[[Report], None]) ->
                 f"step {report.step} has loss {report.loss} and gradient norm {report.grad_norm}: lower lr "
                 f"({run.plan.lr}), add warmup ({run.plan.warmup}) or clip ({run.plan.clip})."
             )
+    return watch
 
 
 class Metrics:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import resource
+import sys
+
 import torch
 
-from ...design.records import Span, Timeline, Traffic
+from ...design.records import MemoryBill, Span, StepTime, Timeline, Traffic
 from ..comm.collectives import all_gather
 from ..comm.world import World
 from .step import Run
+from .watch import Watch
 
 
 def timeline(run: Run) -> Timeline:
@@ -41,3 +45,30 @@ def traffic(world: World, predicted: list[Traffic]) -> list[Traffic]:
         for key, (calls, payload) in zip(keys, rows, strict=True)
         if calls
     ]
+
+
+def memory(run: Run, watch: Watch) -> list[MemoryBill]:
+    """What every rank holds, counted tensor by tensor, and what its first step kept for backward. Every rank must ask."""
+    weights = sum(parameter.nbytes for parameter in run.body.parameters().values())
+    master, state = run.optimizer.held
+    gradients = sum(buffer.nbytes for buffer in run.sink.buffers)
+    mine = torch.tensor(
+        [weights, master, gradients, state, watch.kept, _process(run.world.device)], device=run.world.device
+    )
+    gathered = all_gather(mine, run.world.everyone, why="memory").tolist()
+    return [MemoryBill(rank, *row) for rank, row in enumerate(gathered)]
+
+
+def _process(device: torch.device) -> int:
+    """The most bytes that torch's allocator gave out on a GPU, that this process had in memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def step_times(run: Run, watch: Watch) -> list[StepTime]:
+    """Where the time of the last steps went, on every rank. Every rank must ask."""
+    mine = torch.tensor([float(watch.steps), *watch.means], dtype=torch.float64, device=run.world.device)
+    gathered = all_gather(mine, run.world.everyone, why="step times").tolist()
+    return [StepTime(rank, int(steps), *shares) for rank, (steps, *shares) in enumerate(gathered)]

@@ -72,6 +72,12 @@ class Optimizer:
         """The learning rate of the last update."""
         return float(self._adamw.param_groups[0]["lr"])
 
+    @property
+    def held(self) -> tuple[int, int]:
+        """Bytes of its own weights, where compute is narrower than they, and of AdamW's state."""
+        state = [value for values in self._adamw.state.values() for value in values.values()]
+        return sum(weight.nbytes for _, weight in self._published), sum(value.nbytes for value in state)
+
     def moments(self, name: str) -> tuple[Tensor, Tensor]:
         state = self._adamw.state[self.weights[name]]
         return state["exp_avg"], state["exp_avg_sq"]

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -71,6 +71,12 @@ class Run:
         self.steps = steps or plan.steps
         self.done = 0
         self.forward_pipeline, self.evaluation_pipeline = forward, evaluation
+        self.laps: dict[str, Any] = {}
+        """When the parts of the last step ended: tokens counted, batch here, pipeline begun, gradients
+        reduced, weights updated."""
+        self.waits: tuple[tuple[str, str, Any, Any], ...] = ()
+        """The last step's sums that were waited for: axis, why, begin, end."""
+        world.ledger.clock = clock.now
         self.clock, self.pipeline, self._shared = clock, pipeline, forget
         place = world.coordinate
         self._first_of_replica = place["pp"] == place["tp"] == 0
@@ -90,7 +96,7 @@ class Run:
         """Trains on this rank's rows of one global batch (batch / dp rows of seq tokens); the same report everywhere.
         `at` is called at each `Moment`, for whoever wants to look at the gradients then."""
         begin = time.perf_counter()
-        plan, world = self.plan, self.world
+        plan, world, laps = self.plan, self.world, self.laps
         rows = plan.batch // plan.dp
         if batch.tokens.shape != (rows, plan.seq):
             raise ValueError(
@@ -103,13 +109,17 @@ class Run:
         all_reduce(weight, world.everyone, why="target tokens")
         inverse = 1 / weight.clamp(min=1).double()
 
-        self.clock.start()
-        self.sink.begin()
+        laps["counted"] = self.clock.now()
         microbatches = [part.to(world.device) for part in batch.split(plan.microbatches)]
+        laps["here"] = self.clock.now()
+        self.sink.begin()
+        laps["begun"] = self.clock.now()
+        self.clock.start()
         self.body.step = self.done
         share = self.pipeline.run(microbatches, inverse)
         self.forget()
         self.tied.reduce()
+        laps["reduced"] = self.clock.now()
         at("reduced")
 
         # Everyone's account of the step is sealed before this sum, and compared after it: ranks that did not make the
@@ -123,6 +133,7 @@ class Run:
         lr = learning_rate(plan, self.done, self.steps)
         self.optimizer.step(lr)
         self.tied.publish()
+        laps["updated"], self.waits = self.clock.now(), tuple(world.ledger.waits)
 
         self.done += 1
         with world.waiting("the numbers of the step"):

@@ -1,0 +1,88 @@
+"""What the training loop sees of its steps: where their seconds went on this rank, and what the first kept for backward.
+
+    | asking for a batch | step: count, move, forwards and backwards, optimizer | metrics, printing | asking ...
+    |<----------------------------- one step's time, split ------------------------------>|
+
+Sums over the world carry a few bytes, so their time is waiting: the first, of the target tokens, for the rank whose batch
+comes last (data); the one of loss and norm for the slowest rank (bubble). Which share is what: `STEP_SHARES` in
+design/records.py. On a CPU a sum over tp takes its rank's time while others compute, too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+
+from ...design.records import STEP_SHARES, WORLD
+from ..batch import Batch
+from ..parallel.clock import between
+from .kept import counted
+from .step import Run
+
+MEASURED = 10
+"""The last steps, over which the shares are means; the first step warms up, and does not count where there are others."""
+
+
+class Watch:
+    """`over(batches)` hands out batches and times what is done with each, until the next is asked for."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._steps: deque[dict[str, float]] = deque(maxlen=MEASURED)
+        self.kept = 0
+        """The most bytes that the first step kept for backward at one time."""
+
+    def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        source = iter(batches)
+        began = time.perf_counter()
+        while True:
+            asked = time.perf_counter()
+            batch = next(source, None)
+            if batch is None:
+                return
+            waited = time.perf_counter() - asked
+            first = self._run.done == 0
+            held = (*self._run.body.parameters().values(), batch.tokens)
+            with counted(held) if first else nullcontext() as kept:
+                yield batch
+            if kept is not None:
+                self.kept = kept.peak
+            if len(self._steps) == 1 and self._run.done == 2:
+                self._steps.clear()
+            ended = time.perf_counter()
+            self._steps.append(self._shares(waited, ended - began))
+            began = ended
+
+    @property
+    def steps(self) -> int:
+        return len(self._steps)
+
+    @property
+    def means(self) -> list[float]:
+        """Seconds of each of `STEP_SHARES`, the mean over the last steps."""
+        return [sum(step[name] for step in self._steps) / max(1, len(self._steps)) for name in STEP_SHARES]
+
+    def _shares(self, waited: float, total: float) -> dict[str, float]:
+        run, laps = self._run, self._run.laps
+        found = dict.fromkeys(STEP_SHARES, 0.0)
+        for action, begin, end in run.clock.spans():
+            lane = {"compute": "compute", "wait": "bubble"}.get(action.kind.lane, "communication")
+            found[lane] += end - begin
+        # What lies between actions, and the wait for what was sent to be taken.
+        found["communication"] += between(laps["begun"], laps["reduced"]) - sum(found.values())
+        found["data"] = waited + between(laps["counted"], laps["here"])
+        found["optimizer"] = between(laps["reduced"], laps["updated"])
+        for axis, why, begin, end in run.waits:
+            seconds = between(begin, end)
+            if axis == "tp":
+                found["compute"] -= seconds
+                found["communication"] += seconds
+            elif axis == WORLD and why == "target tokens":
+                found["data"] += seconds
+            elif axis == WORLD:
+                found["optimizer"] -= seconds
+                found["bubble"] += seconds
+        found["other"] = max(0.0, total - sum(found.values()))
+        return found
