@@ -33,7 +33,6 @@ def train(
     from ..runtime.comm.nursery import alone, in_place, launch, refuse_too_many
     from ..runtime.comm.world import Rendezvous
     from ..runtime.data.batches import global_batches
-    from ..runtime.data.held_out import evaluation_part
     from ..runtime.data.tokens import prepare
     from ..runtime.hf.read import read
 
@@ -53,12 +52,7 @@ def train(
     def tokenise() -> None:
         # In a process of its own: tokenising starts threads, and what is wrong with the text is said before any rank
         # starts.
-        def first() -> str:
-            corpus = prepare(plan, model.facts.vocabulary)
-            evaluation_part(corpus, plan)
-            return corpus.description
-
-        alone(first, "The tokenizer")
+        alone(lambda: _tokenised(plan, model.facts.vocabulary), "The tokenizer")
 
     if here is not None:
         # Rank 0 alone writes: another rank may look when it has already begun, or stand on another machine.
@@ -81,6 +75,16 @@ def train(
             lambda meeting: _rank(meeting, plan, model, folder, proof, sample, prompt), plan.world, helpers=helpers
         )
     return 0 if all(verdicts) else 1
+
+
+def _tokenised(plan: Plan, vocabulary: int) -> str:
+    """Has the texts of training and evaluation in the cache."""
+    from ..runtime.data.held_out import evaluation_part
+    from ..runtime.data.tokens import prepare
+
+    corpus = prepare(plan, vocabulary)
+    evaluation_part(corpus, plan)
+    return corpus.description
 
 
 def _under_launcher(plan: Plan, size: int, prove: int) -> Plan:
