@@ -34,7 +34,6 @@ def train(
     from ..runtime.comm.nursery import alone, in_place, launch, refuse_too_many
     from ..runtime.comm.world import Rendezvous
     from ..runtime.data.batches import global_batches
-    from ..runtime.data.held_out import evaluation_part
     from ..runtime.data.tokens import prepare
     from ..runtime.hf.read import read
     from ..runtime.training.track import refuse
@@ -57,12 +56,7 @@ def train(
     def tokenise() -> None:
         # In a process of its own: tokenising starts threads, and what is wrong with the text is said before any rank
         # starts.
-        def first() -> str:
-            corpus = prepare(plan, model.facts.vocabulary)
-            evaluation_part(corpus, plan)
-            return corpus.description
-
-        alone(first, "The tokenizer")
+        alone(lambda: _tokenised(plan, model.facts.vocabulary), "The tokenizer")
 
     if here is not None:
         # Rank 0 alone writes: another rank may look when it has already begun, or stand on another machine.
@@ -86,6 +80,16 @@ def train(
             helpers=helpers, hang_timeout=plan.hang_timeout, comm_check=plan.comm_check,
         )  # fmt: skip
     return 0 if all(verdicts) else 1
+
+
+def _tokenised(plan: Plan, vocabulary: int) -> str:
+    """Has the texts of training and evaluation in the cache."""
+    from ..runtime.data.held_out import evaluation_part
+    from ..runtime.data.tokens import prepare
+
+    corpus = prepare(plan, vocabulary)
+    evaluation_part(corpus, plan)
+    return corpus.description
 
 
 def _under_launcher(plan: Plan, size: int, prove: int) -> Plan:

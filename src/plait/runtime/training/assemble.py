@@ -74,16 +74,19 @@ def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = 
             clock=clock, sink=sink,
         )  # fmt: skip
 
-    def forwards(microbatches: int) -> Pipeline:
-        table = lower(FORWARD_ONLY(plan.pp, microbatches))
-        check(table)
-        return pipeline(table, Clock(world.device))
-
     return Run(
         plan=plan, world=world, model=model, sharding=sharding, sink=sink, optimizer=optimizer, tied=tied, clock=clock,
         body=body, stage=stage, pipeline=pipeline(schedule, clock),
-        forward=forwards(1), evaluation=forwards(plan.microbatches), forget=forget, steps=steps,
+        forward=pipeline(_forwards(plan.pp, 1), Clock(world.device)),
+        evaluation=pipeline(_forwards(plan.pp, plan.microbatches), Clock(world.device)), forget=forget, steps=steps,
     )  # fmt: skip
+
+
+def _forwards(pp: int, microbatches: int) -> Schedule:
+    """Samples take one microbatch, evaluation as many as a step."""
+    table = lower(FORWARD_ONLY(pp, microbatches))
+    check(table)
+    return table
 
 
 def _split_over_tp(
