@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from .curve import curve, window_of
 from .markup import key, paragraph, said, section, some, table
-from .record import Metric, RunRecord, Sample
+from .record import Evaluated, Metric, RunRecord, Sample
 from .words import counted
 
 LAST = 10
@@ -21,7 +21,7 @@ def mean_loss(metrics: Sequence[Metric]) -> float:
     return sum(metric.loss * metric.tokens for metric in metrics) / max(1, tokens)
 
 
-def loss(record: RunRecord, metrics: Sequence[Metric], samples: Sequence[Sample]) -> str:
+def loss(record: RunRecord, metrics: Sequence[Metric], samples: Sequence[Sample], held_out: Sequence[Evaluated]) -> str:
     """The section of the curves."""
     points = [(metric.step, metric.loss) for metric in metrics]
     end = mean_loss(metrics[-LAST:])
@@ -31,6 +31,11 @@ def loss(record: RunRecord, metrics: Sequence[Metric], samples: Sequence[Sample]
         f"alone costs {record.entropy:.3f} (unigram entropy): the loss is {abs(below):.3f} nats "
         f"{'below' if below >= 0 else 'above'} it."
     )
+    if held_out:
+        first, last = held_out[0], held_out[-1]
+        about += (
+            f" On held-out text: {first.eval_loss:.3f} after step {first.step}, {last.eval_loss:.3f} after {last.step}."
+        )
     reference = (record.entropy, "unigram entropy")
     window = window_of(len(points))
     lines = [("line raw", "each step"), ("line smooth", f"mean over {window:,} steps around")]
@@ -42,7 +47,9 @@ def loss(record: RunRecord, metrics: Sequence[Metric], samples: Sequence[Sample]
             ("learning rate", [(m.step, m.lr) for m in metrics], False),
             ("gradient norm", [(m.step, m.grad_norm) for m in metrics], True),
             ("tokens/s", [(m.step, m.tokens_per_s) for m in metrics], True),
+            ("held-out loss", [(found.step, found.eval_loss) for found in held_out], False),
         )
+        if len(values) > 1 or name != "held-out loss"
     )
     scales = (
         '<fieldset class="scales" aria-label="scale of the loss">'

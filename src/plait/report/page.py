@@ -21,7 +21,7 @@ from .holders import holders
 from .loss import LAST, loss, mean_loss
 from .markup import paragraph, said, section, table
 from .pipeline import pipeline
-from .record import PAGE, TRACE, Metric, RunRecord, Sample, read
+from .record import PAGE, TRACE, Evaluated, Metric, RunRecord, Sample, evaluations, read
 from .style import SCRIPT, sheet
 from .traffic import equal
 from .words import counted, percent, size, time
@@ -31,7 +31,8 @@ def draw(folder: Path, out: Path | None = None) -> list[Path]:
     """Draws the run in `folder` again: its page (at `out`, or in the folder) and its trace; returns what was written."""
     record, metrics, samples = read(folder)
     page_file, trace_file = out or folder / PAGE, folder / TRACE
-    for file, text in ((page_file, page(record, metrics, samples)), (trace_file, trace.written(record))):
+    drawn = page(record, metrics, samples, evaluations(folder))
+    for file, text in ((page_file, drawn), (trace_file, trace.written(record))):
         try:
             file.write_text(text, encoding="utf-8")
         except OSError as error:
@@ -39,14 +40,16 @@ def draw(folder: Path, out: Path | None = None) -> list[Path]:
     return [page_file, trace_file]
 
 
-def page(record: RunRecord, metrics: Sequence[Metric], samples: Sequence[Sample]) -> str:
+def page(
+    record: RunRecord, metrics: Sequence[Metric], samples: Sequence[Sample], held_out: Sequence[Evaluated] = ()
+) -> str:
     """The whole file."""
     title = f"{record.plan.model} over {record.plan.mesh}"
     script = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{script}'; form-action 'none'"
     body = [
-        loss(record, metrics, samples), holders(record), pipeline(record), costs.step_time(record), costs.traffic(record),
-        costs.memory(record), _plan(record),
+        loss(record, metrics, samples, held_out), holders(record), pipeline(record), costs.step_time(record),
+        costs.traffic(record), costs.memory(record), _plan(record),
     ]  # fmt: skip
     return "\n".join([
         '<!doctype html>', '<html lang="en">', "<head>", '<meta charset="utf-8">',

@@ -73,6 +73,16 @@ class Metric:
 
 
 @dataclass(frozen=True)
+class Evaluated:
+    """The other kind of line in metrics.jsonl: the mean loss over the held-out text when `step` steps were taken."""
+
+    step: int
+    eval_loss: float
+    eval_tokens: int
+    eval_seconds: float
+
+
+@dataclass(frozen=True)
 class Sample:
     """One line of samples.jsonl: the text that the model drew after `prompt` when it had taken `step` steps."""
 
@@ -93,6 +103,29 @@ def write_samples(samples: list[Sample], folder: Path) -> None:
 
 def read(folder: Path) -> tuple[RunRecord, list[Metric], list[Sample]]:
     """The record of a run, its metrics and its samples; what is not one is a `PlanError`."""
+    record = _record(folder)
+    metrics = [line for line in _metrics(folder) if isinstance(line, Metric)]
+    if not metrics:
+        raise PlanError(f"{folder / METRICS} holds no step, so there is nothing to draw.")
+    file = folder / SAMPLES
+    samples = [_revived(Sample, values, source) for values, source in _lines(file)] if file.exists() else []
+    return record, metrics, samples
+
+
+def evaluations(folder: Path) -> list[Evaluated]:
+    """The evaluations of a run that `read` takes."""
+    return [line for line in _metrics(folder) if isinstance(line, Evaluated)]
+
+
+def _metrics(folder: Path) -> list[Metric | Evaluated]:
+    return [
+        _revived(Evaluated, values, source) if isinstance(values, dict) and "eval_loss" in values
+        else _revived(Metric, values, source)
+        for values, source in _lines(folder / METRICS)
+    ]  # fmt: skip
+
+
+def _record(folder: Path) -> RunRecord:
     if not folder.is_dir():
         raise PlanError(f"There is no directory {folder}: name one that plait train has written (runs/...).")
     file = folder / NAME
@@ -105,10 +138,7 @@ def read(folder: Path) -> tuple[RunRecord, list[Metric], list[Sample]]:
     record = _revived(RunRecord, values, file)
     if not _fits(record):
         raise PlanError(f"{file} is damaged: it does not describe the {record.plan.world} ranks of its plan.")
-    metrics = _lines(Metric, folder / METRICS)
-    if not metrics:
-        raise PlanError(f"{folder / METRICS} holds no step, so there is nothing to draw.")
-    return record, metrics, _lines(Sample, folder / SAMPLES) if (folder / SAMPLES).exists() else []
+    return record
 
 
 def _fits(record: RunRecord) -> bool:
@@ -122,12 +152,12 @@ def _fits(record: RunRecord) -> bool:
     )
 
 
-def _lines(kind: type[T], file: Path) -> list[T]:
-    """One object a line. A last line that was cut off while it was written is left out."""
+def _lines(file: Path) -> list[tuple[Any, str]]:
+    """One object a line, and where it stands. A last line that was cut off while it was written is left out."""
     lines = _text(file).splitlines(keepends=True)
     if lines and not lines[-1].endswith("\n"):
         lines.pop()
-    return [_revived(kind, _json(line, f"{file}, line {n}"), f"{file}, line {n}") for n, line in enumerate(lines, 1)]
+    return [(_json(line, f"{file}, line {n}"), f"{file}, line {n}") for n, line in enumerate(lines, 1)]
 
 
 def _text(file: Path) -> str:

@@ -76,12 +76,16 @@ def modules(sharding: Sharding, rows: list[Holding], *, spelt: bool = False) -> 
     if spelt:
         blocks = f"block{'' if blocks.isdigit() else 's'} {blocks}"
     names: list[str] = []
+    tied: list[str] = []
     for row in rows:
-        module = sharding.part(row.part).uses[0][1]
-        name = blocks if row.block is not None else module.rpartition(".")[2]
-        if name not in names:
+        part, stage = sharding.part(row.part), sharding.mesh.coordinate(row.rank)["pp"]
+        here = [module.rpartition(".")[2] for place, module in part.uses if place == stage]
+        # A head that is tied to the embedding comes last wherever the embedding is.
+        tied += [name for name in here if len(part.uses) > 1 and name != part.uses[0][1].rpartition(".")[2]]
+        name = blocks if row.block is not None else here[0]
+        if name not in (*names, *tied):
             names.append(name)
-    return ", ".join(names)
+    return ", ".join([*names, *dict.fromkeys(tied)])
 
 
 def svg(layout: Layout, mesh: Mesh, *, title: str) -> str:

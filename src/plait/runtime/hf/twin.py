@@ -23,7 +23,7 @@ from typing import Any
 from ...design.plan import Plan
 from .read import Model, from_config
 
-SMALL_MODEL = 2**18
+SMALL_MODEL = 2**20
 """Elements (1 MB of fp32) up to which a model is its own twin."""
 LEAST = {"blocks": 2, "kv heads": 2, "head": 8, "hidden": 32, "mlp": 32, "vocabulary": 64, "experts": 4, "rank": 16}
 MLP_WIDTHS = ("intermediate_size", "n_inner", "moe_intermediate_size", "shared_expert_intermediate_size")
