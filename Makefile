@@ -3,19 +3,28 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+BENCH := $(VENV)/.ready-bench
 
-.PHONY: demo test lint figures clean
+.PHONY: demo test figures bench clean
 
 demo: $(READY)
 	$(BIN)/plait demo
 
 test: $(READY)
-	$(BIN)/ruff check src tests docs
+	$(BIN)/ruff check src tests docs bench
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
 
 figures: $(READY)
 	$(BIN)/python docs/figures.py
+
+# Some twenty minutes on 2 cores that do nothing else; the peers need what the extra 'bench' brings.
+bench: $(BENCH)
+	$(BIN)/python -m bench --profile --write docs/bench.md --json build/bench.json
+
+$(BENCH): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+	touch $(BENCH)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -31,12 +31,21 @@ from tests.house.rules import (
 )  # fmt: skip
 
 SOURCE = Path(__file__).parents[2] / "src" / "plait"
+BENCH = Path(__file__).parents[2] / "bench"
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_house_stands(rule: Rule) -> None:
     assert read(SOURCE)
     assert rule(SOURCE) == []
+
+
+@pytest.mark.parametrize(
+    "rule", [no_global, no_module_state, short_files, nothing_left_to_do], ids=lambda r: r.__name__
+)
+def test_the_bench_keeps_the_rules_that_are_no_matter_of_rooms(rule: Rule) -> None:
+    assert read(BENCH)
+    assert rule(BENCH) == []
 
 
 def test_paper_needs_no_torch() -> None:

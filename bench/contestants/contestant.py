@@ -1,0 +1,52 @@
+"""What a contestant is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..work import Work
+
+Step = Callable[[], float | None]
+"""One optimizer step; this rank's mean loss before it, or None where the rank has none."""
+Split = Callable[[], dict[str, float]]
+"""One step; the seconds of its kinds of work on this rank."""
+
+
+class Seat(Protocol):
+    """A rank's place at the bench."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    def serve(self, step: Step, split: Split | None = None) -> None:
+        """Takes the contestant's step whenever the bench asks; returns at the end of the bench."""
+        ...
+
+    def at(self, rank: int) -> Seat:
+        """The seat of a rank that the contestant has forked itself."""
+        ...
+
+
+Race = Callable[[Work, Seat], None]
+"""Builds, serves, closes."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    name: str
+    """What options and files call it."""
+    label: str
+    ranks: int
+    race: Race
+    threads: int = 1
+    launches: bool = False
+    """Whether `race` is called once, and forks its ranks itself, and not once in each of the ranks."""
+    proven: int = 3
+    """How many of its first losses must be those of one process."""
+    profiled: bool = False
+    """Whether --profile looks at it."""

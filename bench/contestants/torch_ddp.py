@@ -1,0 +1,25 @@
+"""torch's DistributedDataParallel, as it comes (buckets of 25 MB)."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ..work import Work, adamw, model, tokens
+from .contestant import Seat
+
+
+def race(work: Work, seat: Seat) -> None:
+    dist.init_process_group("gloo")
+    net, rows = DistributedDataParallel(model(work)), tokens(work).chunk(seat.ranks)[seat.rank]
+    optimizer = adamw(work, net.parameters())
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = net(input_ids=rows, labels=rows).loss
+        loss.backward()
+        optimizer.step()
+        return float(loss)
+
+    seat.serve(step)
+    dist.destroy_process_group()
