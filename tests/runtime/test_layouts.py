@@ -116,6 +116,13 @@ def test_a_padding_token_learns_in_no_layout(nursery: Nursery, tiny: Models, tok
     assert_equal(nursery, model=tiny(pad_token_id=token), tp=2, dp=2, batch=8, microbatches=2)
 
 
+def test_what_rounding_leaves_of_a_zero_gradient_is_no_departure(nursery: Nursery, tiny: Models) -> None:
+    """A row of one token attends to itself alone: q and k have no gradient but rounding's, which AdamW divides by 1e-8,
+    and their biases begin at zero."""
+    model = tiny(attention_bias=True, initializer_range=0.2)
+    assert_equal(nursery, shipped=True, model=model, tp=2, seq=1, batch=4, lr=3e-2)
+
+
 def test_small_buckets(nursery: Nursery, tiny: Models) -> None:
     """A bucket per tensor, and tensors larger than a bucket."""
     assert_equal(nursery, model=tiny(), dp=4, batch=8, microbatches=2, bucket_mb=0.001)

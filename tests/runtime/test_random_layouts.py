@@ -34,10 +34,10 @@ def test_a_right_layout_is_found_right(nursery: Nursery, tiny: Models, seed: int
     wide, shipped = (Verdict.from_json(verdict) for verdict in verdicts)
     for verdict in (wide, shipped):
         assert verdict.passed, (drawn, verdict.numerics, verdict.departures[:5], verdict.cause)
-    assert (wide.steps, shipped.numerics) == (min(drawn.plan["steps"], 3), drawn.plan["compute"])
-    # Far below the bound: that no alarm is raised is no luck.
-    assert wide.largest.relative < 1e-10, (drawn, wide.largest)
-    assert max(row.used for row in wide.worst) < 0.2, (drawn, wide.worst)
+    assert (wide.steps, shipped.numerics) == (min(drawn.plan["steps"], len(drawn.kinds)), drawn.plan["compute"])
+    # That no alarm is raised is no luck: fp64 stays far below its bound, and rounding well below what it may explain.
+    assert max(row.used for row in wide.worst) < 0.1, (drawn, wide.worst)
+    assert max(row.used for row in shipped.worst) < 0.8, (drawn, shipped.worst)
 
 
 def heads(d: Draw) -> int:
@@ -67,7 +67,7 @@ SHARES: dict[str, tuple[int, Callable[[Draw], Any]]] = {
     "tp beyond 2": (8, lambda d: d.degree("tp") > 2),
     "pp beyond 2": (8, lambda d: d.degree("pp") > 2),
     "one rank": (3, lambda d: not axes(d)),
-    "one rank without targets": (20, lambda d: "empty rank" in d.kinds and d.degree("dp") > 1),
+    "one rank without targets": (15, lambda d: "empty rank" in d.kinds and d.degree("dp") > 1),
     "grouped heads over tp": (10, lambda d: attention(d) == "gqa" and d.degree("tp") > 1),
     "a KV head for each head over tp": (10, lambda d: attention(d) == "mha" and d.degree("tp") > 1),
     "heads wider or narrower than hidden": (25, lambda d: d.config["head_dim"] * heads(d) != d.config["hidden_size"]),

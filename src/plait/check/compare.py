@@ -34,7 +34,7 @@ from .evidence import Evidence
 from .join import Findings, join
 from .observe import Observer
 from .places import BYTES, PARTS, Found, Place, Verdict, beside, boxes_of, output_of
-from .reference import computing, looks_inside, settled_key, step_file
+from .reference import computing, looks_inside, slack_key, step_file
 from .rounding import UPDATED
 
 POLL_S = 0.005
@@ -82,7 +82,7 @@ class _Desk:
         file = step_file(self._folder, self._numerics, step)
         _wait(file)
         with safe_open(file, framework="pt") as whole:
-            order = json.loads(whole.metadata()["order"])
+            order, self._keys = json.loads(whole.metadata()["order"]), set(whole.keys())
             found = {key: self._find(step, key, whole) for key, _, _ in order if self._mine(Place.of(step, key))}
         found |= self._bytes(step) if step else {}
         name = f"{self._numerics}-{step}"
@@ -117,18 +117,16 @@ class _Desk:
             return Found(float("inf"))
         digest = _digest(held) if place.quantity in PARTS else ""
         reference = self._own(place, held, whole.get_slice(key))
-        if held.shape != reference.shape:
+        if held.shape != reference.shape or (place.quantity in PARTS and held.dtype != reference.dtype):
             return Found(float("inf"), None, digest)
-        held, settled = held.cpu(), self._settled(place, whole)
-        if settled is not None:
-            held, reference = held[settled], reference[settled]
-        return Found(*_difference(held, reference), digest)
+        return Found(*_difference(held.cpu(), reference, self._slack(place, whole)), digest)
 
-    def _settled(self, place: Place, whole: Any) -> Tensor | None:
-        """Which elements of its slice this rank compares (rounding.py); None for all."""
-        if self._numerics == "wide" or place.quantity not in UPDATED:
+    def _slack(self, place: Place, whole: Any) -> Tensor | None:
+        """By how much each element of a weight's slice may be off beyond the bound (rounding.py); None for not at all."""
+        key = slack_key(place.name)
+        if place.quantity not in UPDATED or key not in self._keys:
             return None
-        return self._slices(place, whole.get_slice(settled_key(place.name)))
+        return self._slices(place, whole.get_slice(key))
 
     def _own(self, place: Place, held: Tensor, whole: Any) -> Tensor:
         """The slice of the reference that `held` should be."""
@@ -201,13 +199,14 @@ class _Desk:
         os.replace(draft, file)
 
 
-def _difference(held: Tensor, reference: Tensor) -> tuple[float, float | None]:
+def _difference(held: Tensor, reference: Tensor, slack: Tensor | None) -> tuple[float, float | None]:
     if not reference.numel():
         return 0.0, None
     if not held.is_floating_point():
         return float((held != reference).sum()), None
     held, reference = held.double(), reference.double()
-    deviation = float((held - reference).abs().max())
+    apart = (held - reference).abs()
+    deviation = float(apart.max() if slack is None else (apart - slack).max().clamp(min=0))
     square = float(reference.square().sum())
     ratio = float((held * reference).sum()) / square if square else None
     finite = deviation == deviation

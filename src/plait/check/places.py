@@ -40,6 +40,8 @@ PARTS = (
 """Quantities that exist once for every part, each rank holding its box."""
 EXACT = ("batch", "tokens", BYTES)
 """Quantities that are whole numbers, compared as such."""
+SMALL = 1e-5
+"""Magnitudes below count as this one."""
 WORDS = {
     "initial weight": "initial weights",
     "batch": "batches",
@@ -140,7 +142,8 @@ def output_of(module: str, shape: Sequence[int], whole: Any, sharding: Sharding,
 @dataclass(frozen=True)
 class Found:
     """What one rank found at one place: the largest difference, and how many times the reference its tensor is (the
-    least-squares factor; None where the reference is zero). Infinite: it is missing, of another shape, or not finite."""
+    least-squares factor; None where the reference is zero). Infinite: it is missing, of another shape or type, or not
+    finite."""
 
     deviation: float
     ratio: float | None = None
@@ -160,7 +163,8 @@ class Departure:
 
     @property
     def relative(self) -> float:
-        return self.deviation / self.scale if self.scale else self.deviation
+        """Of the largest magnitude, or of SMALL where that is smaller: what is zero but for rounding has no scale."""
+        return self.deviation / max(self.scale, SMALL) if self.scale else self.deviation
 
     @property
     def used(self) -> float:

@@ -28,7 +28,7 @@ from ..runtime.hf.whole import WholeModel
 from ..runtime.training.optimizer import learning_rate
 from .places import Place
 from .record import Recorder, watched
-from .rounding import DISTURBED, Rounding, disturb, largest, wide_bounds
+from .rounding import DISTURBED, Rounding, disturb, largest, wide_bounds, wide_slack
 from .wide import wide
 
 MOST_INSIDE = 1 << 28
@@ -58,8 +58,10 @@ def reference(plan: Plan, model: Model, batches: list[Batch], folder: Path, nume
     inside = looks_inside(plan, model)
     steps = _steps(plan, model, batches, numerics, inside, None)
     if numerics == "wide":
+        slack: dict[str, Tensor] = {}
         for step, record in enumerate(steps):
-            _publish(record, wide_bounds(record), step_file(folder, numerics, step))
+            bounds, slack = wide_bounds(record, slack), wide_slack(record, slack)
+            _publish(record, bounds, slack, step_file(folder, numerics, step))
         return
     records = list(steps)
     roundings = [Rounding(record) for record in records]
@@ -67,20 +69,19 @@ def reference(plan: Plan, model: Model, batches: list[Batch], folder: Path, nume
         for rounding, disturbed in zip(roundings, _steps(plan, model, batches, numerics, inside, run), strict=True):
             rounding.learn(disturbed)
     for step, (record, rounding) in enumerate(zip(records, roundings, strict=True)):
-        bounds, settled = rounding.bounds()
-        record |= {settled_key(name): mask for name, mask in settled.items()}
-        _publish(record, bounds, step_file(folder, numerics, step))
+        _publish(record, *rounding.bounds(), step_file(folder, numerics, step))
 
 
-def settled_key(part: str) -> str:
-    """Where a step's file says which elements of a part's weight are compared as shipped."""
-    return Place(0, "settled", part).key
+def slack_key(part: str) -> str:
+    """Where a step's file holds the slack of a part's weight; it does not where all of it is zero."""
+    return Place(0, "slack", part).key
 
 
-def _publish(record: dict[str, Tensor], bounds: dict[str, float], file: Path) -> None:
+def _publish(record: dict[str, Tensor], bounds: dict[str, float], slack: dict[str, Tensor], file: Path) -> None:
     order = [[key, largest(record[key]), bound] for key, bound in bounds.items()]
+    held = record | {slack_key(part): value for part, value in slack.items() if value.any()}
     draft = file.with_suffix(".draft")
-    save_file({key: value.contiguous() for key, value in record.items()}, draft, {"order": json.dumps(order)})
+    save_file({key: value.contiguous() for key, value in held.items()}, draft, {"order": json.dumps(order)})
     os.replace(draft, file)
 
 

@@ -4,13 +4,15 @@ Wide, the bound is a number, 1e-9 of the largest magnitude, where right layouts 
 
 As shipped, rounding decides how far two right ways to compute the same lie apart, and the bound is measured: the
 reference takes its step again a few times, every module's output and the gradient that comes back to it off by what
-rounding there may be. A layout may lie ALLOWANCE times as far off as the furthest of these runs; and always by what its
-type does not tell apart, and by one rounding of the largest of its quantity: a tensor may be zero only because terms
-cancel.
+rounding there may be. A layout may lie ALLOWANCE times as far off as the furthest of these runs, and always by what its
+type does not tell apart.
 
-AdamW divides a gradient by its own magnitude: in the first step a weight moves by lr, however small its gradient, and
-where that is within its bound of zero rounding decides which way. As shipped those elements of a weight are not compared.
-The others are `settled`, and must agree to a few roundings.
+Both allow CANCELLED roundings of the largest of its quantity: a tensor may be zero only because terms cancel.
+
+AdamW divides a gradient by its own magnitude: in the first step a weight moves by lr, however small its gradient, and in
+proportion below 1e-8. So what rounding leaves of a zero gradient moves weights. They have a `slack`, element by element,
+by which they may be off beyond the bound: wide that small movement, as shipped any where the gradient is within its bound
+of zero. The other elements must agree to a few roundings.
 """
 
 from __future__ import annotations
@@ -30,19 +32,42 @@ DISTURBED = 6
 """Runs of the disturbed loop."""
 ALLOWANCE = 3.0
 """Times the furthest of them."""
+CANCELLED = 4
+EPSILON = 1e-8
+"""AdamW's."""
 FEW = 64
 """A deviation that is the largest of fewer draws than this (runs x elements) may be small by chance: it counts twice."""
 ROUNDED = {torch.float32: 2, torch.bfloat16: 1}
 """By how many roundings one module is off: in fp32 the sums inside it round too, in bf16 they are fp32 and only what
 leaves it is rounded."""
-ROUNDING = torch.finfo(torch.float32).eps
-ALWAYS = 32 * ROUNDING
+ALWAYS = 32 * torch.finfo(torch.float32).eps
 """Share of the largest magnitude by which a tensor of fp32 may always depart; one of bf16 by one rounding of bf16."""
 UPDATED = ("weight", "published weight")
 
 
-def wide_bounds(record: Mapping[str, Tensor]) -> dict[str, float]:
-    return {key: _exact(key, RELATIVE * largest(record[key]) + ABSOLUTE) for key in _places(record)}
+def wide_bounds(record: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, float]:
+    """The bound of every place of a step; `before` is the slack of the weights that it begins with, in proportion to
+    which all that is computed with them may be off."""
+    zero = _zero(record, torch.float64)
+    relative = RELATIVE + max(map(largest, before.values()), default=0.0)
+    return {
+        key: _exact(key, relative * largest(record[key]) + ABSOLUTE + zero[Place.of(0, key).quantity])
+        for key in _places(record)
+    }
+
+
+def wide_slack(record: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The slack of every part's weight after a step, by part: how far lr g / (|g| + EPSILON) moves when g is off by what
+    rounding leaves of zero. `before` is that of the step before."""
+    slack: dict[str, Tensor] = {}
+    zero = _zero(record, torch.float64).get("clipped gradient", 0.0)
+    for key in _places(record):
+        place = Place.of(0, key)
+        if place.quantity == "clipped gradient":
+            moved = float(record[Place(0, "lr").key]) * zero * EPSILON / (record[key].abs() + EPSILON).square()
+            moved = torch.where(moved > ABSOLUTE, moved, 0.0)
+            slack[place.name] = before[place.name] + moved if place.name in before else moved
+    return slack
 
 
 class Rounding:
@@ -58,24 +83,30 @@ class Rounding:
             torch.maximum(furthest, apart.nan_to_num(nan=torch.inf), out=furthest)
 
     def bounds(self) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """The bound of every place, and by part which elements of its weight are settled."""
-        kinds: dict[str, float] = {}
-        for key in self._apart:
-            quantity = Place.of(0, key).quantity
-            kinds[quantity] = max(kinds.get(quantity, 0.0), largest(self._record[key]))
+        """The bound of every place, and by part the slack of its weight."""
+        zero = _zero(self._record, torch.float32)
         bounds: dict[str, float] = {}
-        settled: dict[str, Tensor] = {}
+        slack: dict[str, Tensor] = {}
         for key, apart in self._apart.items():
             place, value = Place.of(0, key), self._record[key]
             if place.quantity in UPDATED:
-                apart = apart[settled[place.name]]
+                apart = apart[slack[place.name] == 0]
             allowance = ALLOWANCE * (2 if value.numel() * DISTURBED < FEW else 1)
             type_allows = max(ALWAYS, torch.finfo(value.dtype).eps) if value.is_floating_point() else 0.0
-            within = max(allowance * largest(apart), type_allows * largest(value), ROUNDING * kinds[place.quantity])
-            bounds[key] = _exact(key, within + ABSOLUTE)
+            within = max(allowance * largest(apart), type_allows * largest(value), zero[place.quantity]) + ABSOLUTE
+            bounds[key] = _exact(key, within)
             if place.quantity == "clipped gradient":
-                settled[place.name] = value.abs() > bounds[key]
-        return bounds, settled
+                slack[place.name] = torch.where(value.abs() > within, 0.0, torch.inf)
+        return bounds, slack
+
+
+def _zero(record: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, float]:
+    """By quantity: up to where a tensor may be nothing but what rounding leaves of terms that cancel."""
+    found: dict[str, float] = {}
+    for key in _places(record):
+        quantity = Place.of(0, key).quantity
+        found[quantity] = max(found.get(quantity, 0.0), CANCELLED * torch.finfo(dtype).eps * largest(record[key]))
+    return found
 
 
 def largest(value: Tensor) -> float:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...runtime.batch import IGNORE
 from ..evidence import Evidence
+from ..places import PARTS
 
 
 def never_came(e: Evidence) -> str | None:
@@ -17,7 +18,7 @@ def never_came(e: Evidence) -> str | None:
 
 
 def nothing_there(e: Evidence) -> str | None:
-    """Missing, of another shape, or not a number."""
+    """Missing, of another shape or type, or not a number."""
     if e.departure.deviation != float("inf"):
         return None
     if not e.departure.ranks:
@@ -29,6 +30,8 @@ def nothing_there(e: Evidence) -> str | None:
         own = e.own(e.whole, rank)
         if held.shape != own.shape:
             return f"rank {rank} has {list(held.shape)} where the layout gives it {list(own.shape)}"
+        if e.place.quantity in PARTS and held.dtype != own.dtype:
+            return f"rank {rank} keeps {held.dtype} where one process keeps {own.dtype}"
     targets = e.beside("batch", "targets", e.place.microbatch)
     if targets is not None and bool((targets == IGNORE).all()):
         return "not a number: the microbatch has no target, and something is divided by their count"
