@@ -52,6 +52,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-layouts", action="store_true", help="every family in every layout of the covering set")
+
+
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
     """The nursery is forked first, while this process still has one thread."""
     items.sort(key=lambda item: "nursery" not in getattr(item, "fixturenames", ()))

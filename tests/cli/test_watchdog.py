@@ -106,7 +106,7 @@ def test_calls_of_one_size_but_not_one_meaning(
     ended = plait.run(*small, "--tp", 2, *check, "--out", tmp_path / "run", before=before)
     assert ended.code == 4, ended.err
     words = (
-        r"as call 6 of ranks 0 and 1, rank 0 called all_reduce float32 .*, but rank 1 called all_reduce \(maximum\) "
+        r"as call 7 of ranks 0 and 1, rank 0 called all_reduce float32 .*, but rank 1 called all_reduce \(maximum\) "
     )
     assert re.search(words, ended.sentence)
     assert ended.sentence.endswith("No rank takes step 1.") == (not check)

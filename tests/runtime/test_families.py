@@ -66,8 +66,19 @@ def check(model: str, layout: dict[str, Any]) -> list[Any]:
     return [verdict.to_json() for verdict in verdicts]
 
 
-@pytest.mark.parametrize("layout", COVERING, ids=lambda layout: "-".join(map(str, layout.values())))
-@pytest.mark.parametrize("model", PRESETS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every preset in a third of the layouts, each layout with some preset; with --all-layouts in all of them."""
+    if "layout" in metafunc.fixturenames:
+        everything = metafunc.config.getoption("--all-layouts")
+        cases = [
+            pytest.param(model, layout, id=f"{model}-{'-'.join(map(str, layout.values()))}")
+            for i, model in enumerate(PRESETS)
+            for j, layout in enumerate(COVERING)
+            if everything or (i + j) % 3 == 0
+        ]
+        metafunc.parametrize(("model", "layout"), cases)
+
+
 def test_equal_to_one_process(nursery: Nursery, model: str, layout: dict[str, Any]) -> None:
     verdicts = [Verdict.from_json(values) for values in nursery(check, model, layout)]
     # In bf16 rounding decides which expert a token goes to.
