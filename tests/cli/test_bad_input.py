@@ -165,7 +165,10 @@ def test_a_hub_name_without_a_network_is_refused_at_once(refused: Refusals) -> N
     """The hub's own client would try for half a minute."""
     env = {"HF_ENDPOINT": "http://no-such-host.invalid", "HTTP_PROXY": None, "HTTPS_PROXY": None, "ALL_PROXY": None}
     env |= {name.lower(): None for name in env if "PROXY" in name}
-    before = "import huggingface_hub; huggingface_hub.constants.ENDPOINT = 'http://no-such-host.invalid'"
+    before = (
+        "from huggingface_hub import constants; constants.ENDPOINT = 'http://no-such-host.invalid'; "
+        "constants.HF_HUB_OFFLINE = False"
+    )
     sentence = refused("train", "somebody/something", env=env, before=before).refused()
     assert "no-such-host.invalid cannot be reached" in sentence
     assert "Presets that need no hub: llama-10m or llama-tiny." in sentence
@@ -292,10 +295,10 @@ def test_a_config_json(refused: Refusals, config: str | bytes | dict[str, Any], 
     assert words in refused.model(config)
 
 
-def test_a_folder_with_weights(refused: Refusals) -> None:
+def test_a_folder_with_weights_that_cannot_be_read(refused: Refusals) -> None:
     refused.model("[]")
     (refused.folder / "model" / "model-00001-of-00002.safetensors").touch()
-    assert "holds weights (model-00001-of-00002.safetensors)" in refused.model({})
+    assert "has model-00001-of-00002.safetensors, but weights are read from" in refused.model({})
 
 
 def test_a_folder_without_a_config(refused: Refusals) -> None:

@@ -33,8 +33,8 @@ def train(
     from ..runtime.comm.nursery import alone, in_place, launch, refuse_too_many
     from ..runtime.comm.world import Rendezvous
     from ..runtime.data.batches import global_batches
-    from ..runtime.data.tokens import prepare
     from ..runtime.hf.read import read
+    from ..runtime.training.launch import corpus as prepare
 
     plan, origin = resolve(given)
     named(origin, "train")
@@ -52,7 +52,7 @@ def train(
     def tokenise() -> None:
         # In a process of its own: tokenising starts threads, and what is wrong with the text is said before any rank
         # starts.
-        alone(lambda: prepare(plan, model.facts.vocabulary).description, "The tokenizer")
+        alone(lambda: prepare(plan, model).description, "The tokenizer")
 
     if here is not None:
         # Rank 0 alone writes: another rank may look when it has already begun, or stand on another machine.
@@ -67,7 +67,7 @@ def train(
         def single() -> None:
             from ..check.reference import reference
 
-            corpus = prepare(plan, model.facts.vocabulary)
+            corpus = prepare(plan, model)
             reference(plan, model, global_batches(corpus, plan, prove), Path(scratch))
 
         helpers = (single,) if prove else ()
@@ -156,16 +156,16 @@ def _rank(
     from ..check.compare import compare
     from ..runtime.comm.world import World
     from ..runtime.data.batches import Batches, global_batches
-    from ..runtime.data.tokens import prepare
     from ..runtime.training import loop, measure
     from ..runtime.training.assemble import build
+    from ..runtime.training.launch import corpus as prepare
     from ..runtime.training.sample import sample as draw
     from .view import View, predicted
 
-    corpus = prepare(plan, model.facts.vocabulary)
+    corpus = prepare(plan, model)
     batches = Batches(corpus, plan, meeting.rank)
     with World(meeting, plan.mesh) as world:
-        view = View(plan, model.facts, corpus, batches.steps_total) if world.rank == 0 else None
+        view = View(plan, model, corpus, batches.steps_total) if world.rank == 0 else None
         if view:
             view.opening()
         verdict = None

@@ -11,7 +11,6 @@ from rich.text import Text
 
 from ..check.places import WORDS, Verdict
 from ..design.cost.traffic import traffic
-from ..design.facts import ModelFacts
 from ..design.plan import Plan
 from ..design.records import Timeline, Traffic, sent_per_axis
 from ..design.schedule import Action, Kind, Schedule
@@ -22,6 +21,7 @@ from ..report import timeline as timeline_report
 from ..report import traffic as traffic_report
 from ..report.words import counted, size
 from ..runtime.data.tokens import Corpus
+from ..runtime.hf.read import Model
 from ..runtime.training.step import Report
 from .check import show
 from .terminal import Terminal
@@ -32,16 +32,17 @@ predicted = traffic
 class View:
     """Rank 0's view of a run: rich on a terminal, plain lines elsewhere."""
 
-    def __init__(self, plan: Plan, facts: ModelFacts, corpus: Corpus, steps: int) -> None:
-        self._plan, self._facts, self._corpus, self._steps = plan, facts, corpus, steps
+    def __init__(self, plan: Plan, model: Model, corpus: Corpus, steps: int) -> None:
+        self._plan, self._model, self._corpus, self._steps = plan, model, corpus, steps
         self._console = Terminal()
         self._seen: list[Report] = []
         self._bar: Progress | None = None
 
     def opening(self) -> None:
-        plan, facts = self._plan, self._facts
+        plan, facts, weights = self._plan, self._model.facts, self._model.weights
+        kind = "random parameters" if weights is None else f"parameters of {weights.said}"
         self._console.print(
-            f"{plan.model} ({facts.family}, {facts.elements / 1e6:.1f} M random parameters, {facts.blocks} blocks) over "
+            f"{plan.model} ({facts.family}, {facts.elements / 1e6:.1f} M {kind}, {facts.blocks} blocks) over "
             f"{counted(plan.world, 'rank')}: {plan.mesh}, {plan.schedule}, {counted(plan.microbatches, 'microbatch')} of "
             f"{plan.microbatch_rows} x {plan.seq} tokens",
             soft_wrap=True,

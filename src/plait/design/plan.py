@@ -25,12 +25,18 @@ class Plan(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, strict=True, allow_inf_nan=False)
 
-    model: str = Field("llama-tiny", description="A preset, a directory with a config.json, or a hub id.")
+    model: str = Field(
+        "llama-tiny", description="A preset, a directory with a config.json (and weights, if it has any), or a hub id."
+    )
     data: str = Field(
         "stdlib",
         description="A text file, a directory of text files, or 'stdlib' (Python's own sources).",
     )
-    tokenizer: Literal["bpe", "bytes"] = Field("bpe", description="BPE trained once on the data, or plain bytes.")
+    tokenizer: Literal["auto", "model", "bpe", "bytes"] = Field(
+        "auto",
+        description="The model's own, BPE trained once on the data, or plain bytes; auto: the model's own when its "
+        "weights are real, else bpe.",
+    )
     ranks: int = Field(0, ge=0, description="How many ranks; 0: dp x tp x pp.")
     dp: int = Field(1, ge=1, description="Data parallel degree.")
     tp: int = Field(1, ge=1, description="Tensor parallel degree.")
