@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 from plait.design.cost.traffic import traffic
-from plait.design.facts import ModelFacts, ParameterFact
+from plait.design.facts import ModelFacts, ParameterFact, Piece
 from plait.design.layout import Cut, Layout
 from plait.design.mesh import Mesh
 from plait.design.plan import Plan
@@ -48,7 +48,9 @@ def example_model(blocks: int = 4) -> ModelFacts:
     ) -> ParameterFact:
         after = module in ("model.norm", "lm_head")
         reads = module.rpartition(".")[0] or module
-        return ParameterFact(module, "weight", shape, block, after, style, quantum, reads, len(shape) > 1)
+        cut = {"out": 0, "in": 1}.get(STYLES[style].cuts) if style else None
+        pieces = (Piece("", shape[cut or 0], quantum),)
+        return ParameterFact(module, "weight", shape, block, after, style, cut, pieces, reads, len(shape) > 1)
 
     parameters = [weight("model.embed_tokens", (VOCABULARY, HIDDEN), "embedding_rowwise", 1, None)]
     for block in range(blocks):

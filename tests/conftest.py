@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ class Models:
 
     def __call__(self, **changes: Any) -> str:
         name = "-".join(["tiny", *(f"{key}={value}" for key, value in changes.items())])
+        if len(name) > 100:
+            name = f"tiny-{blake2b(name.encode(), digest_size=8).hexdigest()}"
         path = self._folder / name
         path.mkdir(exist_ok=True)
         (path / "config.json").write_text(json.dumps(TINY | changes))

@@ -27,17 +27,24 @@ class Ended:
 
     @property
     def sentence(self) -> str:
-        """What a refused or failed run says: one line, which starts with 'plait: '."""
-        lines = self.err.strip().splitlines()
-        assert len(lines) == 1, self.err
-        assert lines[0].startswith("plait: "), self.err
+        """What a refused or failed run says last: one line, which starts with 'plait: '. Above it stands nothing but
+        where the ranks were."""
+        *above, last = self.err.strip().splitlines()
+        assert len(above) == len(self.ranks), self.err
+        assert last.startswith("plait: "), self.err
         assert "Traceback" not in self.err
-        return lines[0].removeprefix("plait: ")
+        return last.removeprefix("plait: ")
+
+    @property
+    def ranks(self) -> list[str]:
+        """The lines that say where the ranks were: '  rank 0: ...', '  ranks 1 and 2: ...'."""
+        return [line[2:] for line in self.err.splitlines() if line.startswith(("  rank ", "  ranks "))]
 
     def refused(self, *words: str) -> str:
         """Asserts that this was bad input, said in one sentence with these words, before anything ran."""
         assert self.code == 2, (self.code, self.err, self.out)
         assert not self.out, self.out
+        assert not self.ranks, self.err
         for word in words:
             assert word in self.sentence, self.sentence
         return self.sentence

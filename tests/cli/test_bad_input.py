@@ -282,6 +282,7 @@ def test_a_name_with_a_newline_stays_in_one_line(refused: Refusals) -> None:
         ({"rope_theta": "big"}, "rope_theta 'big'"),
         ({"rope_theta": 0}, "rope_theta 0"),
         ({"hidden_act": "sillu"}, "Did you mean 'silu'?"),
+        ({"hidden_act": "prelu"}, "which has parameters of its own (weight) that no rule of the model draws"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),
         ({"dtype": "float99"}, "float99"),
         ({"tie_word_embeddings": True}, "set tie_word_embeddings to false in its config.json."),

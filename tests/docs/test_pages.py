@@ -175,9 +175,10 @@ def test_every_exit_code_in_the_code_is_in_the_table() -> None:
     page = text(DOCS / "exit-codes.md")
     table = set(re.findall(r"^\| (\d+) \|", page, flags=re.MULTILINE))
     assert "| 128 + n |" in page
-    front = text(SOURCE / "cli" / "app.py") + text(SOURCE / "runtime" / "comm" / "nursery.py")
+    comm = ("failure", "children", "remote")
+    front = text(SOURCE / "cli" / "app.py") + "".join(text(SOURCE / "runtime" / "comm" / f"{name}.py") for name in comm)
     given = set(re.findall(r"\b(?:return|code =|code=|code, message =|_end\(.*,) ?(\d+)\b(?! \+)", front))
-    assert {"2", "70"} <= given
+    assert {"2", "3", "4", "7", "70"} <= given
     assert {code for code in given if int(code) < 128} <= table
 
 

@@ -43,6 +43,15 @@ def test_facts_of_the_presets() -> None:
     }
 
 
+def test_longrope_is_as_long_as_its_first_frequencies(tiny: Models) -> None:
+    """Beyond, the longest row of a microbatch decides the frequencies of all of them: numbers would follow the cut."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 10000.0}
+    assert read(tiny(rope_parameters=rope | {"original_max_position_embeddings": 8})).facts.positions == 8
+    assert (
+        read(tiny(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})).facts.positions == 64
+    )
+
+
 def test_the_model_stays_transformers_own(tiny: Models) -> None:
     model = read(tiny())
     before = dict(vars(LlamaForCausalLM))

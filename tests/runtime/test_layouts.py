@@ -1,20 +1,17 @@
-"""Every layout computes what one process does: loss, gradients, norm and weights, wide."""
+"""Every layout computes what one process does, place by place: wide, and for several as shipped too."""
 
 from __future__ import annotations
 
-import tempfile
+from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from plait.check.batches import awkward_batches
-from plait.check.compare import compare, from_json, passed, to_json
-from plait.check.reference import reference
+from plait.check.places import BYTES, WORDS, Verdict
+from plait.check.proof import prove
 from plait.design.plan import Plan
-from plait.runtime.comm.nursery import launch
-from plait.runtime.comm.world import World
 from plait.runtime.hf.read import read
 from tests.conftest import Models
 from tests.nursery import Nursery
@@ -22,30 +19,25 @@ from tests.nursery import Nursery
 STEPS = 3
 
 
-def proof(changes: dict[str, Any]) -> list[Any]:
-    """The rows of the comparison of one plan (its steps are 3 unless changed)."""
+def proof(changes: dict[str, Any], shipped: bool) -> list[Any]:
+    """The verdicts on one plan (its steps are 3 unless changed)."""
     plan = Plan(**{"steps": STEPS, "seq": 16, **changes})
     model = read(plan.model)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "reference.safetensors"
-
-        def main(rendezvous: Any) -> Any:
-            with World(rendezvous, plan.mesh) as world:
-                batches = awkward_batches(plan, model.facts.vocabulary, STEPS)
-                return to_json(compare(plan, world, model, batches, file))
-
-        helper = lambda: reference(plan, model, awkward_batches(plan, model.facts.vocabulary, STEPS), file)  # noqa: E731
-        answers = launch(main, plan.world, helpers=(helper,))
-    assert all(answer == answers[0] for answer in answers), "ranks disagree about the comparison"
-    return answers[0]
+    batches = partial(awkward_batches, plan, model.facts.vocabulary, STEPS)
+    return [verdict.to_json() for verdict in prove(plan, model, batches, shipped=shipped)]
 
 
-def assert_equal(nursery: Nursery, **changes: Any) -> None:
-    rows = from_json(nursery(proof, changes))
-    assert {row.quantity for row in rows} == {"loss", "gradient norm", "gradient", "weight"}
-    assert passed(rows), [row for row in rows if not row.passes]
+def assert_equal(nursery: Nursery, *, shipped: bool = False, **changes: Any) -> None:
+    wide, *others = [Verdict.from_json(verdict) for verdict in nursery(proof, changes, shipped)]
+    assert wide.passed, (wide.departures[:5], wide.cause)
     # Noise of fp64, far below the bound: an error that the bound would let through does not hide.
-    assert max(row.relative for row in rows) < 1e-10
+    assert wide.largest.relative < 1e-10, wide.largest
+    assert (wide.numerics, wide.steps) == ("wide", STEPS)
+    alone = Plan(**changes).world == 1
+    for verdict in (wide, *others):
+        assert verdict.passed, (verdict.departures[:5], verdict.cause)
+        assert {row.quantity for row in verdict.worst} == set(WORDS) - ({BYTES} if alone else set())
+    assert [verdict.numerics for verdict in others] == [Plan(**changes).compute] * shipped
 
 
 PRODUCTS = [dict(zip(("dp", "tp", "pp"), degrees, strict=True)) for degrees in product((1, 2), repeat=3)]
@@ -86,6 +78,18 @@ def test_p047_blocks_that_do_not_divide(nursery: Nursery, tiny: Models, pp: int)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_p050_fewer_microbatches_than_stages(nursery: Nursery, tiny: Models, schedule: str, m: int) -> None:
     assert_equal(nursery, model=tiny(), pp=4, batch=2 * m, microbatches=m, schedule=schedule)
+
+
+def test_p015_many_microbatches_through_stages(nursery: Nursery, tiny: Models) -> None:
+    """4 microbatches three times over: what is accumulated through two stages, and without any, is one process's."""
+    for layout in ({"pp": 2}, {"pp": 2, "schedule": "gpipe"}, {"pp": 1}):
+        assert_equal(nursery, model=tiny(), batch=12, microbatches=12, **layout)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 4}, {"pp": 4}, {"dp": 2, "tp": 2, "pp": 2}], ids=name)
+def test_as_shipped(nursery: Nursery, layout: dict[str, Any], compute: str) -> None:
+    assert_equal(nursery, shipped=True, model="llama-tiny", batch=16, microbatches=2, compute=compute, **layout)
 
 
 def test_biases_everywhere(nursery: Nursery, tiny: Models) -> None:

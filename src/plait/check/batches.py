@@ -1,40 +1,114 @@
-"""Batches that are hard on a layout: several documents in a row, padding, rows with very different target counts."""
+"""Batches that are hard on a layout, of one kind a step.
+
+    mixed             of each four rows one is a whole document, two are packed from several, one has few targets and a
+                      padded end
+    plain             every row one unpadded document, trained on throughout: no mask is made
+    padded            every row one document that ends somewhere, padding after it
+    uneven            the rows have very different numbers of targets, the fewest 1 and the most all
+    empty rank        uneven, and no target at all for one dp rank (where dp is 1: in one microbatch)
+    empty microbatch  uneven, and no target at all in one microbatch of one dp rank
+    nothing           no target in the whole step: loss and gradients are zero, and the optimizer still takes its step
+
+What has a wrong weight shows where rows are uneven, what is averaged instead of summed where a rank is empty, what looks
+across documents where rows are packed, and what is wrong with the mask alone only where some batch has none.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
 import torch
+from torch import Generator, Tensor
 
 from ..design.plan import Plan
 from ..runtime.batch import IGNORE, Batch
 
+ORDINARY = ("mixed", "empty rank", "plain")
+"""The kinds of a check's steps, in turn: the hard ones within three steps."""
 
-def awkward_batches(plan: Plan, vocabulary: int, count: int) -> list[Batch]:
-    """`count` global batches of random tokens, the same for every layout: of each four rows one is a single document,
-    two are packed from several, and one has few targets and a padded end."""
+
+def awkward_batches(plan: Plan, vocabulary: int, count: int, kinds: Sequence[str] = ORDINARY) -> list[Batch]:
+    """`count` global batches of random tokens, the same for every layout, of the `kinds` in turn."""
     generator = torch.Generator().manual_seed(plan.seed)
-    return [_batch(plan, vocabulary, generator, number) for number in range(count)]
+    return [
+        KINDS[kinds[number % len(kinds)]](plan, _plain(plan, vocabulary, generator, number), generator)
+        for number in range(count)
+    ]
 
 
-def _batch(plan: Plan, vocabulary: int, generator: torch.Generator, number: int) -> Batch:
-    rows, seq = plan.batch, plan.seq
-    tokens = torch.randint(0, vocabulary, (rows, seq + 1), generator=generator)
+def _plain(plan: Plan, vocabulary: int, generator: Generator, number: int) -> Batch:
+    batch = Batch.of(torch.randint(0, vocabulary, (plan.batch, plan.seq + 1), generator=generator))
+    return replace(batch, sample_ids=batch.sample_ids + number * plan.batch)
+
+
+def _mixed(plan: Plan, batch: Batch, generator: Generator) -> Batch:
+    rows, seq = batch.tokens.shape
     cuts = torch.rand(rows, seq, generator=generator) < 4 / seq
     few = torch.rand(rows, seq, generator=generator) < 0.8
-    kind = torch.arange(rows) % 4
-    starts = cuts & ((kind == 1) | (kind == 2)).unsqueeze(1)
+    kind = (torch.arange(rows) % 4).unsqueeze(1)
+    starts = cuts & ((kind == 1) | (kind == 2))
     starts[:, 0] = False
-    documents = starts.cumsum(1)
-    column = torch.arange(seq).expand(rows, seq)
+    column = batch.positions
     begun = torch.where(starts, column, 0).cummax(1).values
-    targets = tokens[:, 1:].clone()
+    targets = batch.targets.masked_fill((kind == 3) & few, IGNORE)
     targets[:, :-1][starts[:, 1:]] = IGNORE
-    targets[(kind == 3).unsqueeze(1) & few] = IGNORE
-    padded = (kind == 3).unsqueeze(1) & (column >= max(1, 3 * seq // 4))
-    targets[padded] = IGNORE
-    return Batch(
-        tokens=tokens[:, :-1].masked_fill(padded, 0).contiguous(),
-        targets=targets,
-        positions=(column - begun).masked_fill(padded, 0),
-        document_ids=documents.masked_fill(padded, -1),
-        sample_ids=torch.arange(rows) + number * rows,
+    packed = replace(batch, targets=targets, positions=column - begun, document_ids=starts.cumsum(1))
+    return _pad(packed, (kind == 3) & (column >= max(1, 3 * seq // 4)))
+
+
+def _padded(plan: Plan, batch: Batch, generator: Generator) -> Batch:
+    lengths = torch.randint(1, plan.seq + 1, (plan.batch, 1), generator=generator)
+    return _pad(batch, batch.positions >= lengths)
+
+
+def _uneven(plan: Plan, batch: Batch, generator: Generator) -> Batch:
+    counts = (plan.seq ** torch.rand(plan.batch, 1, generator=generator)).long().clamp(1, plan.seq)
+    counts[0], counts[-1] = 1, plan.seq
+    turn = torch.rand(plan.batch, plan.seq, generator=generator).argsort(1).argsort(1)
+    return replace(batch, targets=batch.targets.masked_fill(turn >= counts, IGNORE))
+
+
+def _empty_rank(plan: Plan, batch: Batch, generator: Generator) -> Batch:
+    return _without(_uneven(plan, batch, generator), plan.dp if plan.dp > 1 else plan.microbatches, generator)
+
+
+def _empty_microbatch(plan: Plan, batch: Batch, generator: Generator) -> Batch:
+    return _without(_uneven(plan, batch, generator), plan.dp * plan.microbatches, generator)
+
+
+def _nothing(plan: Plan, batch: Batch, generator: Generator) -> Batch:
+    return replace(batch, targets=torch.full_like(batch.targets, IGNORE))
+
+
+def _without(batch: Batch, parts: int, generator: Generator) -> Batch:
+    """`batch` without targets in one of `parts` equal parts; as it is where there is only one."""
+    if parts == 1:
+        return batch
+    size = batch.rows // parts
+    first = int(torch.randint(0, parts, (), generator=generator)) * size
+    targets = batch.targets.clone()
+    targets[first : first + size] = IGNORE
+    return replace(batch, targets=targets)
+
+
+def _pad(batch: Batch, where: Tensor) -> Batch:
+    return replace(
+        batch,
+        tokens=batch.tokens.masked_fill(where, 0),
+        targets=batch.targets.masked_fill(where, IGNORE),
+        positions=batch.positions.masked_fill(where, 0),
+        document_ids=batch.document_ids.masked_fill(where, -1),
     )
+
+
+KINDS: dict[str, Callable[[Plan, Batch, Generator], Batch]] = {
+    "mixed": _mixed,
+    "plain": lambda plan, batch, generator: batch,
+    "padded": _padded,
+    "uneven": _uneven,
+    "empty rank": _empty_rank,
+    "empty microbatch": _empty_microbatch,
+    "nothing": _nothing,
+}
+"""Each turns a plain batch into one of its kind."""

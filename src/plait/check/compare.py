@@ -25,14 +25,17 @@ from ..design.plan import Plan
 from ..design.records import Traffic
 from ..runtime.batch import Batch
 from ..runtime.comm.world import World
-from ..runtime.data.batches import own_rows
+from ..runtime.data import batches as dealt
 from ..runtime.hf.read import Model
 from ..runtime.training.assemble import build
 from ..runtime.training.step import Run
+from .cause import explained
+from .evidence import Evidence
 from .join import Findings, join
 from .observe import Observer
 from .places import BYTES, PARTS, Found, Place, Verdict, beside, boxes_of, output_of
-from .reference import computing, looks_inside, step_file
+from .reference import computing, looks_inside, settled_key, step_file
+from .rounding import UPDATED
 
 POLL_S = 0.005
 
@@ -42,16 +45,20 @@ def compare(
 ) -> Verdict:
     """The verdict over all ranks, the same on each. All ranks must call; the reference of the same `numerics` writes to
     `folder`, whose files are waited for. Ends with the first step that departs."""
+    if numerics != "wide":
+        plan = plan.model_copy(update={"compute": numerics})
     with computing(numerics):
         run = build(plan, world, model=model, wide=numerics == "wide")
-        observer = Observer(run, inside=looks_inside(plan, model))
-        desk = _Desk(plan, run, model, observer, folder, numerics)
-        observer.initial()
-        verdict = desk.judge(0, None)
-        for step, batch in enumerate(batches, 1):
-            if verdict.passed:
-                observer.step(batch.slice(own_rows(plan, world.rank).start, own_rows(plan, world.rank).stop))
-                verdict = desk.judge(step, verdict)
+    observer = Observer(run, inside=looks_inside(plan, model))
+    desk = _Desk(plan, run, model, observer, folder, numerics)
+    observer.initial()
+    verdict = desk.judge(0, None)
+    for step, batch in enumerate(batches, 1):
+        if verdict.passed:
+            own = dealt.own_rows(plan, world.rank)  # asked of the runtime, whose answer is on trial too
+            with computing(numerics):
+                observer.step(batch.slice(own.start, own.stop))
+            verdict = desk.judge(step, verdict)
     return verdict
 
 
@@ -112,7 +119,16 @@ class _Desk:
         reference = self._own(place, held, whole.get_slice(key))
         if held.shape != reference.shape:
             return Found(float("inf"), None, digest)
-        return Found(*_difference(held.cpu(), reference), digest)
+        held, settled = held.cpu(), self._settled(place, whole)
+        if settled is not None:
+            held, reference = held[settled], reference[settled]
+        return Found(*_difference(held, reference), digest)
+
+    def _settled(self, place: Place, whole: Any) -> Tensor | None:
+        """Which elements of its slice this rank compares (rounding.py); None for all."""
+        if self._numerics == "wide" or place.quantity not in UPDATED:
+            return None
+        return self._slices(place, whole.get_slice(settled_key(place.name)))
 
     def _own(self, place: Place, held: Tensor, whole: Any) -> Tensor:
         """The slice of the reference that `held` should be."""
@@ -121,10 +137,14 @@ class _Desk:
             scalar: Tensor = whole[...]
             return scalar
         if place.quantity in PARTS:
-            boxes = self._boxes[place.quantity][place.name]
-            slices = [whole[tuple(slice(start, stop) for start, stop in box)] for box in boxes]
-            return beside(slices, self._run.sharding.parameter(place.name))
+            return self._slices(place, whole)
         return output_of(place.name, held.shape, whole, self._run.sharding, self._world.rank)
+
+    def _slices(self, place: Place, whole: Any) -> Tensor:
+        """What this rank holds of a whole parameter, its parts side by side."""
+        boxes = self._boxes[place.quantity][place.name]
+        slices = [whole[tuple(slice(start, stop) for start, stop in box)] for box in boxes]
+        return beside(slices, self._run.sharding.parameter(place.name))
 
     def _bytes(self, step: int) -> dict[str, Found]:
         """The ledger of the step against the prediction: calls and payloads, by reason."""
@@ -156,8 +176,6 @@ class _Desk:
         _write(file, verdict.to_json())
 
     def _explain(self, verdict: Verdict, name: str) -> Verdict:
-        from .cause import Evidence, explained
-
         held = {}
         for rank in range(self._plan.world):
             file = self._folder / f"{name}-held-{rank}.safetensors"
@@ -166,7 +184,7 @@ class _Desk:
                 if "held" in tensors.keys():  # noqa: SIM118 (not a mapping)
                     held[rank] = tensors.get_tensor("held")
         evidence = Evidence(
-            self._plan, self._model.facts, self._run.sharding, verdict.first, held, self._folder, self._numerics
+            self._plan, self._model, self._run.sharding, verdict.first, held, self._folder, self._numerics
         )
         return explained(verdict, evidence)
 

@@ -88,7 +88,7 @@ def _verdict(
         )
         rows[quantity] = _both(rows[quantity], row) if quantity in rows else row
     ordered = tuple(rows[quantity] for quantity in WORDS if quantity in rows)
-    return Verdict(numerics, step, ordered, tuple(departures), "")
+    return Verdict(numerics, step, ordered, tuple(departures))
 
 
 def _both(one: Worst, other: Worst) -> Worst:

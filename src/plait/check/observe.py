@@ -72,6 +72,7 @@ class Observer:
         """Takes a step on this rank's rows and records it."""
         self._recorder.seen = {}
         self._turns = list(self._forwards)
+        self._at_hand = None
         self._report(self._run.step(batch, at=self._at))
 
     def _at(self, moment: Moment) -> None:

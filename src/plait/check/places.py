@@ -183,13 +183,15 @@ class Worst:
 @dataclass(frozen=True)
 class Verdict:
     """What the checker says of one pass. `numerics` is "wide", or the compute type that was run as shipped; `steps` were
-    compared. Without a departure the layout computes what one process does."""
+    compared. Without a departure the layout computes what one process does; otherwise `cause` says what the first one
+    looks like, and `kind` where to look: module, batch item, schedule, optimizer, report, communication or copies."""
 
     numerics: str
     steps: int
     worst: tuple[Worst, ...]
     departures: tuple[Departure, ...]
-    cause: str
+    cause: str = ""
+    kind: str = ""
 
     @property
     def passed(self) -> bool:

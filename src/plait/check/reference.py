@@ -4,9 +4,7 @@ It shares with the layout what both start from (initial weights, batches, learni
 computes, so that agreement means something. Every step is one file (safetensors): each place's tensor, and in the
 metadata the order of the places with the scale of each and the bound within which a layout must stay.
 
-Wide, the bound is a number: 1e-9 of the largest magnitude. As shipped, rounding decides how far two right ways to compute
-the same may lie apart, and the bound is measured: the loop runs again with every module's output, and the gradient that
-comes back to it, disturbed by one rounding of the compute type.
+The bounds are rounding.py's: a number wide, and as shipped what a few disturbed runs of the same loop show.
 """
 
 from __future__ import annotations
@@ -16,32 +14,26 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..design.plan import Plan
 from ..runtime.batch import IGNORE, Batch
 from ..runtime.hf.read import Model, find_blocks
 from ..runtime.hf.whole import WholeModel
 from ..runtime.training.optimizer import learning_rate
-from .places import EXACT, Place
+from .places import Place
 from .record import Recorder, watched
+from .rounding import DISTURBED, Rounding, disturb, largest, wide_bounds
 from .wide import wide
 
-RELATIVE, ABSOLUTE = 1e-9, 1e-14
-"""Wide: |d| <= RELATIVE x max |reference| + ABSOLUTE."""
-SHIPPED = {"fp32": 1e-5, "bf16": 0.0}
-"""As shipped: a tensor may always depart by this share of the reference; beyond it, by what rounding explains."""
-DISTURBED = 3
-"""Runs of the disturbed loop whose largest deviations bound the rounding."""
-ALLOWANCE = 4.0
-"""Times the largest of them: a maximum over a few draws is not the largest that there is."""
 MOST_INSIDE = 1 << 28
-"""Bytes of one step's tensors above which only blocks are recorded, and not every module inside them."""
+"""Bytes of one step's tensors above which only blocks are recorded, and not every module inside them; and of its
+microbatches' gradients above which those are not kept."""
 TYPES = {"wide": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -64,35 +56,32 @@ def reference(plan: Plan, model: Model, batches: list[Batch], folder: Path, nume
     """Takes a step on each of the global `batches` and writes a file for each, and one (step 0) for the initial weights,
     each published by a rename."""
     inside = looks_inside(plan, model)
-    with computing(numerics):
-        noise = [list(_steps(plan, model, batches, numerics, inside, run)) for run in _disturbances(numerics)]
-        for step, record in enumerate(_steps(plan, model, batches, numerics, inside, None)):
-            runs = [run[step] for run in noise]
-            order = [[key, _largest(value), _bound(key, value, runs, numerics)] for key, value in record.items()]
-            _publish(record, order, step_file(folder, numerics, step))
+    steps = _steps(plan, model, batches, numerics, inside, None)
+    if numerics == "wide":
+        for step, record in enumerate(steps):
+            _publish(record, wide_bounds(record), step_file(folder, numerics, step))
+        return
+    records = list(steps)
+    roundings = [Rounding(record) for record in records]
+    for run in range(DISTURBED):
+        for rounding, disturbed in zip(roundings, _steps(plan, model, batches, numerics, inside, run), strict=True):
+            rounding.learn(disturbed)
+    for step, (record, rounding) in enumerate(zip(records, roundings, strict=True)):
+        bounds, settled = rounding.bounds()
+        record |= {settled_key(name): mask for name, mask in settled.items()}
+        _publish(record, bounds, step_file(folder, numerics, step))
 
 
-def _disturbances(numerics: str) -> range:
-    return range(0 if numerics == "wide" else DISTURBED)
+def settled_key(part: str) -> str:
+    """Where a step's file says which elements of a part's weight are compared as shipped."""
+    return Place(0, "settled", part).key
 
 
-def _publish(record: dict[str, Tensor], order: list[Any], file: Path) -> None:
+def _publish(record: dict[str, Tensor], bounds: dict[str, float], file: Path) -> None:
+    order = [[key, largest(record[key]), bound] for key, bound in bounds.items()]
     draft = file.with_suffix(".draft")
     save_file({key: value.contiguous() for key, value in record.items()}, draft, {"order": json.dumps(order)})
     os.replace(draft, file)
-
-
-def _largest(value: Tensor) -> float:
-    return float(value.abs().max()) if value.numel() else 0.0
-
-
-def _bound(key: str, value: Tensor, runs: list[dict[str, Tensor]], numerics: str) -> float:
-    if Place.of(0, key).quantity in EXACT:
-        return 0.0
-    if numerics == "wide":
-        return RELATIVE * _largest(value) + ABSOLUTE
-    noise = max((_largest(run[key].double() - value.double()) for run in runs), default=0.0)
-    return max(SHIPPED[numerics] * _largest(value), ALLOWANCE * noise) + ABSOLUTE
 
 
 def _steps(
@@ -100,10 +89,11 @@ def _steps(
 ) -> Iterator[dict[str, Tensor]]:
     """The record of the initial weights, then that of each step."""
     dtype = TYPES[numerics]
-    running = WholeModel(model, plan.seed, dtype)
+    with computing(numerics):
+        running = WholeModel(model, plan.seed, dtype)
     whole = running.module
     if disturbed is not None:
-        _disturb(whole, dtype, disturbed)
+        disturb(whole, dtype, disturbed)
     computed = dict(whole.named_parameters())
     masters = {name: p.detach().to(torch.promote_types(dtype, torch.float32)).clone() for name, p in computed.items()}
     decayed = [value for value in masters.values() if value.dim() > 1]
@@ -121,8 +111,9 @@ def _steps(
         recorder.seen = {}
         gradients = {name: torch.zeros_like(value) for name, value in masters.items()}
         running.step = step
-        _accumulate(plan, running, batch, gradients, recorder)
-        _update(plan, step, masters, gradients, optimizer, recorder)
+        with computing(numerics):
+            _accumulate(plan, running, batch, gradients, recorder)
+            _update(plan, step, masters, gradients, optimizer, recorder)
         with torch.no_grad():
             for name, parameter in computed.items():
                 parameter.copy_(masters[name])
@@ -131,7 +122,10 @@ def _steps(
 
 
 def _accumulate(plan: Plan, whole: WholeModel, batch: Batch, gradients: dict[str, Tensor], recorder: Recorder) -> None:
-    """Forward and backward of every microbatch; `gradients` gain theirs."""
+    """Forward and backward of every microbatch; `gradients` gain theirs. What each gives is kept as well where that is
+    little, wide: no place of a layout, but what a wrong gradient is taken apart with."""
+    size = sum(value.numel() * 8 for value in gradients.values() if value.dtype is torch.float64)
+    apart = 0 < size * plan.dp * plan.microbatches <= MOST_INSIDE
     tokens = int((batch.targets != IGNORE).sum())
     loss = torch.zeros((), dtype=torch.float64)
     for number, microbatch in enumerate(batch.split(plan.dp * plan.microbatches)):
@@ -149,6 +143,8 @@ def _accumulate(plan: Plan, whole: WholeModel, batch: Batch, gradients: dict[str
         for name, parameter in whole.module.named_parameters():
             if parameter.grad is not None:
                 gradients[name] += parameter.grad
+                if apart:
+                    recorder.add("microbatch gradient", parameter.grad, name, number)
                 parameter.grad = None
     for name in reversed(gradients):  # the order in which backward finishes them
         recorder.add("gradient", gradients[name], name)
@@ -181,26 +177,3 @@ def _update(
 def record_batch(recorder: Recorder, batch: Batch, microbatch: int) -> None:
     for field in ("sample_ids", "tokens", "targets", "positions", "document_ids"):
         recorder.add("batch", getattr(batch, field), field, microbatch)
-
-
-def _disturb(whole: nn.Module, dtype: torch.dtype, seed: int) -> None:
-    """From now on every module's output, and the gradient that comes back to it, is off by up to one rounding of `dtype`
-    of its own magnitude and of its tensor's (partial sums are as large as their parts)."""
-    generator = torch.Generator().manual_seed(seed)
-    rounding = torch.finfo(dtype).eps
-
-    def off(x: Tensor) -> Tensor:
-        draw = torch.rand(x.shape, generator=generator, dtype=torch.float32).to(x.dtype) * 2 - 1
-        return (x.detach().abs() + x.detach().square().mean().sqrt()) * draw * rounding
-
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        if not isinstance(output, Tensor):  # a router's choice and its weights
-            return output
-        disturbed = output + off(output)
-        if disturbed.requires_grad:
-            disturbed.register_hook(lambda gradient: gradient + off(gradient))
-        return disturbed
-
-    for module in whole.modules():
-        if next(module.parameters(recurse=False), None) is not None:
-            module.register_forward_hook(hook)

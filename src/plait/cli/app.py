@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import typer
@@ -125,7 +126,7 @@ def _unexpected(error: Exception) -> int:
         return _end(f"{error.format_message().rstrip('.')}.{usage}", error.exit_code)
     if type(error).__name__ == "RankError":
         _trace(getattr(error, "trace", ""))
-        return _end(str(error), getattr(error, "code", 3))
+        return _end(str(error), getattr(error, "code", 3), getattr(error, "details", ()))
     _trace(traceback.format_exc())
     first = next(iter(str(error).splitlines()), "")
     return _end(f"internal error: {type(error).__name__}: {first} (PLAIT_DEBUG=1 shows where)", 70)
@@ -136,16 +137,21 @@ def _trace(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def _end(sentence: str, code: int) -> int:
-    # A path may hold a newline, or the codes that make a terminal misbehave.
-    sentence = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in sentence)
+def _end(sentence: str, code: int, details: Sequence[str] = ()) -> int:
+    """Says how it ended: what there is to know of each rank, and one sentence."""
+    lines = [f"  {_printable(line)}" for line in details] + [f"plait: {_printable(sentence)}"]
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     with contextlib.suppress(OSError):
         if sys.stderr.isatty():
             sys.stderr.write("\x1b[?25h")  # a rank that died may have left the cursor hidden
-        print(f"plait: {sentence}", file=sys.stderr)
+        print("\n".join(lines), file=sys.stderr)
     return code
+
+
+def _printable(text: str) -> str:
+    """A path may hold a newline, or the codes that make a terminal misbehave."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def _close_output(code: int) -> int:

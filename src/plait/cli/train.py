@@ -42,6 +42,7 @@ def train(
     here = Rendezvous.from_environment()
     if here is not None:
         plan = _under_launcher(plan, here.size, prove)
+        here = here.of(plan)
     model = read(plan.model)
     validate(plan, model.facts)
     if here is None:
@@ -72,8 +73,9 @@ def train(
 
         helpers = (single,) if prove else ()
         verdicts = launch(
-            lambda meeting: _rank(meeting, plan, model, folder, proof, sample, prompt), plan.world, helpers=helpers
-        )
+            lambda meeting: _rank(meeting, plan, model, folder, proof, sample, prompt), plan.world, helpers=helpers,
+            hang_timeout=plan.hang_timeout, comm_check=plan.comm_check,
+        )  # fmt: skip
     return 0 if all(verdicts) else 1
 
 

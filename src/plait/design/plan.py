@@ -60,6 +60,8 @@ class Plan(BaseModel):
     compute: Literal["fp32", "bf16"] = Field("fp32", description="Type of compute; weights and their state stay fp32.")
     bucket_mb: float = Field(4.0, gt=0, description="Megabytes of gradient reduced over dp in one call.")
     seed: int = Field(7, ge=0, description="Seed of the weights and of the data's order.")
+    hang_timeout: float = Field(600.0, gt=0, le=1e6, description="Seconds for which a rank may wait for others.")
+    comm_check: bool = Field(False, description="Compare every call with the other ranks' before it is made.")
 
     @field_validator("model", "data")
     @classmethod

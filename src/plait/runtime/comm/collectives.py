@@ -1,4 +1,5 @@
-"""Collectives on plain tensors. Every call says why, and the ledger writes it down; a group of one moves nothing.
+"""Collectives on plain tensors. Every call says why, and the ledger and the board write it down; a group of one moves
+nothing.
 
 All work in place on contiguous tensors and return a `Handle`, to be waited for before the tensor is touched again.
 """
@@ -11,20 +12,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .board import Board, Channel, Mark
 from .world import Group, World
 
 
 @dataclass
 class Handle:
-    """Something under way. It keeps its tensor alive until it is done."""
+    """Something under way, and its place on the board. It keeps its tensor alive until it is done."""
 
     work: dist.Work | None
     tensor: Tensor | None
+    place: tuple[Board, Mark] | None = None
+    received: tuple[Group, Channel] | None = None
 
     def wait(self) -> None:
         """On a CPU returns when it is done; on a GPU makes the current stream wait, and returns at once."""
-        if self.work is not None:
+        if self.work is not None and self.place is not None:
+            board, mark = self.place
+            board.wait(mark)
             self.work.wait()
+            board.go_on()
+            if self.received is not None:
+                group, channel = self.received
+                if group.checked is not None:
+                    group.checked.after_receive(channel, mark)
         self.work = self.tensor = None
 
     def done(self) -> bool:
@@ -33,15 +44,41 @@ class Handle:
 
 DONE = Handle(None, None)
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_NAMES = {"sum": "all_reduce", "max": "all_reduce (maximum)"}
+
+
+def _note(x: Tensor, group: Group, operation: str, why: str, payload: int, op: str = "") -> tuple[Board, Mark]:
+    """Writes down a collective that is about to be called; with --comm-check, once all ranks are about to call it."""
+    group.ledger.add(group.axis, why, operation, group.size, payload)
+    assert group.board is not None
+    assert group.channel is not None
+    mark = group.board.note(group.channel, op or operation, x, group.axis, why)
+    if group.checked is not None:
+        group.checked.before_call(group.channel, mark)
+    return group.board, mark
+
+
+def _note_message(
+    x: Tensor, group: Group, operation: str, why: str, rank: int, tag: int
+) -> tuple[Board, Mark, Channel]:
+    """The same for a message to or from a rank. With --comm-check it is compared when it has come: whoever waited for
+    the other here might wait forever."""
+    group.ledger.add(group.axis, why, operation, group.size, x.numel() * x.element_size())
+    assert group.board is not None
+    channel = group.board.channel(("to" if operation == "send" else "from", (rank,)))
+    mark = group.board.note(channel, operation, x, group.axis, why, tag)
+    if group.checked is not None and operation == "send":
+        group.checked.before_send(channel, mark)
+    return group.board, mark, channel
 
 
 def all_reduce(x: Tensor, group: Group, *, why: str, op: str = "sum", wait: bool = True) -> Handle:
     """x becomes the sum (or maximum) of the group's x, the same bits on every rank."""
     if group.handle is None:
         return DONE
-    group.ledger.add(group.axis, why, "all_reduce", group.size, x.numel() * x.element_size())
+    place = _note(x, group, "all_reduce", why, x.numel() * x.element_size(), _NAMES[op])
     work = dist.all_reduce(x, _OPERATIONS[op], group=group.handle, async_op=True)
-    handle = Handle(work, x)
+    handle = Handle(work, x, place)
     if wait:
         handle.wait()
     return handle
@@ -52,22 +89,24 @@ def all_gather(x: Tensor, group: Group, *, why: str) -> Tensor:
     if group.handle is None:
         return x.unsqueeze(0)
     gathered = x.new_empty((group.size, *x.shape))
-    group.ledger.add(group.axis, why, "all_gather", group.size, gathered.numel() * x.element_size())
-    dist.all_gather(list(gathered.unbind(0)), x.contiguous(), group=group.handle)
+    place = _note(x, group, "all_gather", why, gathered.numel() * x.element_size())
+    x = x.contiguous()
+    Handle(dist.all_gather(list(gathered.unbind(0)), x, group=group.handle, async_op=True), x, place).wait()
     return gathered
 
 
 def send(x: Tensor, to: int, group: Group, *, why: str, tag: int) -> Handle:
     """Starts sending x to the group's rank `to`; x must not change until the handle is done."""
     x = x.contiguous()
-    group.ledger.add(group.axis, why, "send", group.size, x.numel() * x.element_size())
-    return Handle(dist.isend(x, group.ranks[to], group=group.handle, tag=tag), x)
+    board, mark, _ = _note_message(x, group, "send", why, group.ranks[to], tag)
+    return Handle(dist.isend(x, group.ranks[to], group=group.handle, tag=tag), x, (board, mark))
 
 
 def receive(x: Tensor, source: int, group: Group, *, why: str, tag: int) -> Handle:
     """Starts receiving into x from the group's rank `source`."""
-    group.ledger.add(group.axis, why, "receive", group.size, x.numel() * x.element_size())
-    return Handle(dist.irecv(x, group.ranks[source], group=group.handle, tag=tag), x)
+    board, mark, channel = _note_message(x, group, "receive", why, group.ranks[source], tag)
+    work = dist.irecv(x, group.ranks[source], group=group.handle, tag=tag)
+    return Handle(work, x, (board, mark), (group, channel))
 
 
 def barrier(world: World) -> None:

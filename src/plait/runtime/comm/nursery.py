@@ -2,7 +2,8 @@
 
 Importing torch and transformers takes seconds, forking takes milliseconds. A parent that has run an operation on several
 threads makes its children hang, so the nursery insists on a single thread. Whatever happens, no rank outlives the call:
-a rank that fails ends the others, and the kernel ends them all if the parent is killed. `in_place` runs a rank that a
+a rank that fails ends the others, and the kernel ends them all if the parent is killed. Ranks and parent share the memory
+of the board, and the ranks meet in a file without a name, so that no port is opened for it. `in_place` runs a rank that a
 launcher started, and tells its failures in the same words.
 """
 
@@ -11,74 +12,32 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import mmap
 import os
-import re
 import resource
-import select
 import signal
-import socket
 import sys
+import tempfile
 import threading
-import time
-import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
 from ...design.errors import PlanError
-from .world import LOOPBACK, Rendezvous
+from .board import SLOT
+from .children import Child, Lookout, end, watch_over
+from .failure import BadNumbersError, RankError, account, exception
+from .world import Rendezvous
 
-GRACE_S = 1.0
-"""How long the others may report after the first failure, so that the earliest one is named, not the loudest."""
+__all__ = ["BadNumbersError", "RankError", "alone", "in_place", "launch", "refuse_too_many"]
+
 MOST_LOCAL = 64
 """More processes than this on one machine is a mistyped number far more often than a wish."""
-BROKEN_PIPE = 128 + signal.SIGPIPE
 PARENT_ONLY = (signal.SIGINT, signal.SIGHUP)
 """Signals that a terminal sends to every process of the job: the parent hears them and ends the ranks."""
 HELD = {*PARENT_ONLY, signal.SIGTERM}
-
-_LOST = re.compile(
-    r"connection (was likely )?(closed|reset|refused)|broken pipe|got 0 bytes|remote peer", re.IGNORECASE
-)
-_PLACE = re.compile(r"^\s*\[[^\]]*\.(cc|cpp|h|hpp):\d+\]")
-_LATE = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
-
-
-class BadNumbersError(Exception):
-    """The run's numbers went bad (a loss or norm that is not finite)."""
-
-
-class RankError(Exception):
-    """A rank failed. `code` is the exit code that stands for it (docs/exit-codes.md)."""
-
-    def __init__(self, rank: int, message: str, *, code: int, trace: str = "") -> None:
-        super().__init__(message)
-        self.rank, self.code, self.trace = rank, code, trace
-
-
-@dataclass
-class _Child:
-    name: str
-    rank: int
-    pid: int
-    pipe: int
-    said: bytes = b""
-    status: int | None = None
-    ended: float = 0.0
-
-    def report(self) -> dict[str, Any] | None:
-        try:
-            return json.loads(self.said) if self.said else None
-        except ValueError:
-            return None
-
-    @property
-    def failed(self) -> bool:
-        """Also one that ended in peace without a word: nobody knows what it did."""
-        return self.status is not None and (self.status != 0 or self.report() is None)
 
 
 def refuse_too_many(ranks: int) -> None:
@@ -103,31 +62,46 @@ def _have_files_for(ranks: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def launch(main: Callable[[Rendezvous], Any], ranks: int, *, helpers: tuple[Callable[[], Any], ...] = ()) -> list[Any]:
+def launch(
+    main: Callable[[Rendezvous], Any], ranks: int, *, helpers: tuple[Callable[[], Any], ...] = (),
+    hang_timeout: float = 600, comm_check: bool = False,
+) -> list[Any]:  # fmt: skip
     """Runs `main(rendezvous)` in `ranks` forked processes and returns what each returned (JSON values), by rank.
 
     `helpers` are further functions, each run beside them in a process of its own; what they return is thrown away.
-    Raises the first failure: `PlanError` when a rank says the input is bad, `BrokenPipeError` when whoever read its
-    output is gone, `RankError` otherwise.
+    `hang_timeout` and `comm_check` are the plan's. Raises the first failure: `PlanError` when a rank says the input is
+    bad, `BrokenPipeError` when whoever read its output is gone, `RankError` otherwise.
     """
     refuse_too_many(ranks)
     _have_files_for(ranks)
-    with socket.create_server((LOOPBACK, 0)) as listener:
-        port = listener.getsockname()[1]
+    board = mmap.mmap(-1, ranks * SLOT)
+    with _meeting_place() as place:
 
         def rank(number: int) -> Any:
-            if number:
-                listener.close()
-            fd = None if number else listener.fileno()
-            return main(Rendezvous(number, ranks, LOOPBACK, port, number, True, fd))
-
-        def helper(number: int) -> Any:
-            listener.close()
-            return helpers[number]()
+            return main(
+                Rendezvous(
+                    number, ranks, local_rank=number, board=board, file=place, hang_timeout=hang_timeout,
+                    comm_check=comm_check,
+                )
+            )  # fmt: skip
 
         jobs: list[tuple[str, Callable[[], Any]]] = [(f"Rank {n}", partial(rank, n)) for n in range(ranks)]
-        jobs += [("The reference process", partial(helper, n)) for n in range(len(helpers))]
-        return _forked(jobs, started=listener.close)[:ranks]
+        jobs += [("The reference process", helper) for helper in helpers]
+        return _forked(jobs, Lookout(board, ranks, hang_timeout))[:ranks]
+
+
+@contextlib.contextmanager
+def _meeting_place() -> Iterator[str]:
+    """The path of a file for torch's store that only this process and its children can open."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("plait")
+        try:
+            yield f"/proc/self/fd/{fd}"
+        finally:
+            os.close(fd)
+    else:
+        with tempfile.TemporaryDirectory(prefix="plait-meeting-") as folder:  # made for this user alone
+            yield os.path.join(folder, "store")
 
 
 def alone(main: Callable[[], Any], name: str) -> Any:
@@ -135,8 +109,8 @@ def alone(main: Callable[[], Any], name: str) -> Any:
     return _forked([(name, main)])[0]
 
 
-def _forked(jobs: list[tuple[str, Callable[[], Any]]], *, started: Callable[[], None] = lambda: None) -> list[Any]:
-    """Runs every job in a process of its own, and calls `started` when all are under way."""
+def _forked(jobs: list[tuple[str, Callable[[], Any]]], lookout: Lookout | None = None) -> list[Any]:
+    """Runs every job in a process of its own; `lookout` sees the board of those that are ranks."""
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else threading.active_count()
     if threads != 1:
         raise PlanError(
@@ -144,7 +118,7 @@ def _forked(jobs: list[tuple[str, Callable[[], Any]]], *, started: Callable[[], 
             f"before any computation, set OMP_NUM_THREADS=1, or start the ranks with torchrun."
         )
     _flush()
-    children: list[_Child] = []
+    children: list[Child] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
         # What is ignored stays so; Python's own Ctrl-C raises already.
@@ -153,12 +127,11 @@ def _forked(jobs: list[tuple[str, Callable[[], Any]]], *, started: Callable[[], 
     try:
         for name, main in jobs:
             _fork(children, name, main)
-        started()
-        _watch(children)
+        watch_over(children, lookout)
         return [(child.report() or {})["result"] for child in children]
     finally:
         with _signals_held():
-            _end(children)
+            end(children)
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -168,7 +141,7 @@ def in_place(main: Callable[[], Any], rank: int) -> Any:
     try:
         return main()
     except Exception as error:
-        raise _exception(_account(error), f"Rank {rank}", rank) from error
+        raise exception(account(error), f"Rank {rank}", rank) from error
 
 
 def _terminated(number: int, frame: object) -> NoReturn:
@@ -185,7 +158,7 @@ def _signals_held() -> Iterator[set[signal.Signals]]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _fork(children: list[_Child], name: str, main: Callable[[], Any]) -> None:
+def _fork(children: list[Child], name: str, main: Callable[[], Any]) -> None:
     """Adds a child that runs `main`."""
     parent = os.getpid()
     try:
@@ -203,7 +176,7 @@ def _fork(children: list[_Child], name: str, main: Callable[[], Any]) -> None:
             for child in children:
                 os.close(child.pipe)
             _child(main, child_end, parent, before)
-        children.append(_Child(name, len(children), pid, pipe))
+        children.append(Child(name, len(children), pid, pipe))
     os.close(child_end)
 
 
@@ -221,7 +194,7 @@ def _child(main: Callable[[], Any], pipe: int, parent: int, held: set[signal.Sig
         _flush()
         code = 0
     except BaseException as error:  # also SystemExit: a rank has nowhere else to report
-        report = _account(error)
+        report = account(error)
         code = report["code"]
         said = json.dumps(report)
     try:
@@ -233,114 +206,11 @@ def _child(main: Callable[[], Any], pipe: int, parent: int, held: set[signal.Sig
         os._exit(code)
 
 
-def _account(error: BaseException) -> dict[str, Any]:
-    """What a rank says of its failure: the exit code, the words, and whether it only lost sight of another rank."""
-    text = str(error)
-    # The first line, without the place in a C++ file that torch and Gloo put in front.
-    first = next((_PLACE.sub("", line).strip() for line in text.splitlines() if line.strip()), "").rstrip(".")
-    code, message, lost = 3, f"{type(error).__name__}: {first}" if first else type(error).__name__, False
-    if isinstance(error, PlanError):
-        code, message = 2, text
-    elif isinstance(error, BadNumbersError):
-        code, message = 7, text
-    elif isinstance(error, BrokenPipeError):
-        code = BROKEN_PIPE
-    elif isinstance(error, RuntimeError):
-        lost = bool(_LOST.search(text))
-        if not lost and _LATE.search(text):
-            code = 4
-    trace = "".join(traceback.format_exception(error))
-    return {"error": message, "code": code, "lost": lost, "time": time.monotonic(), "trace": trace}
-
-
-def _exception(report: dict[str, Any], name: str, rank: int) -> Exception:
-    """The error that `launch` raises for a report."""
-    if report["code"] == 2:
-        return PlanError(report["error"])
-    if report["code"] == BROKEN_PIPE:
-        return BrokenPipeError(report["error"])
-    how = "waited in vain for the others" if report["code"] == 4 else "failed"
-    how = "lost its connection to a rank that ended" if report["lost"] else how
-    return RankError(rank, f"{name} {how}: {report['error']}", code=report["code"], trace=report["trace"])
-
-
 def _die_with(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:  # it died before the line above
             os._exit(3)
-
-
-def _watch(children: list[_Child]) -> None:
-    """Collects reports until all have ended, or one has failed and the others have had time to say what they saw."""
-    deadline: float | None = None
-    while True:
-        _listen(children)
-        failed = [child for child in children if child.failed]
-        all_ended = all(child.status is not None for child in children)
-        if failed and deadline is None:
-            deadline = time.monotonic() + GRACE_S
-        if deadline is not None and (all_ended or time.monotonic() > deadline):
-            raise _first_failure(failed)
-        if all_ended:
-            return
-
-
-def _listen(children: list[_Child]) -> None:
-    """Waits a moment for something to happen, and takes note of it."""
-    pipes = {child.pipe: child for child in children if child.pipe >= 0}
-    if pipes:
-        for pipe in select.select(list(pipes), [], [], 0.05)[0]:
-            _read(pipes[pipe])
-    else:
-        time.sleep(0.01)
-    for child in children:
-        # Asked of the system, not read off the pipe: a process that the rank itself started may hold that open.
-        if child.status is not None:
-            continue
-        pid, status = os.waitpid(child.pid, os.WNOHANG)
-        if pid:
-            while child.pipe >= 0 and select.select([child.pipe], [], [], 0)[0]:
-                _read(child)
-            child.status, child.ended = os.waitstatus_to_exitcode(status), time.monotonic()
-
-
-def _read(child: _Child) -> None:
-    """Takes what a ready pipe holds, and closes it at its end."""
-    data = os.read(child.pipe, 1 << 16)
-    child.said += data
-    if not data:
-        os.close(child.pipe)
-        child.pipe = -1
-
-
-def _first_failure(failed: list[_Child]) -> Exception:
-    """The failure that explains the others: the earliest of those that are not merely the loss of another rank. A rank
-    that a signal ended says nothing, and is known by when it was found."""
-    causes = [child for child in failed if not (child.report() or {}).get("lost")] or failed
-    child = min(causes, key=lambda c: (c.report() or {}).get("time", c.ended))
-    report, status = child.report(), child.status or 0
-    if report is not None and "error" in report:
-        return _exception(report, child.name, child.rank)
-    how = f"ended with code {status} and without a result"
-    if status < 0:
-        how = f"was ended by signal {-status} ({signal.Signals(-status).name})"
-        if status == -signal.SIGKILL:
-            how += "; if nobody sent it, the machine ran out of memory: use fewer ranks or a smaller batch"
-    return RankError(child.rank, f"{child.name} {how}.", code=3)
-
-
-def _end(children: list[_Child]) -> None:
-    for child in children:
-        if child.pipe >= 0:
-            os.close(child.pipe)
-            child.pipe = -1
-        if child.status is None:
-            os.kill(child.pid, signal.SIGKILL)
-    for child in children:
-        if child.status is None:
-            os.waitpid(child.pid, 0)
-            child.status = -signal.SIGKILL
 
 
 def _flush() -> None:

@@ -2,50 +2,74 @@
 
 A `World` is joined once, closed once, and owns everything that torch.distributed made for it; nothing keeps a `Group`
 past its world's close. The two ways in are `Rendezvous.from_environment()` (torchrun, or any launcher that sets RANK,
-WORLD_SIZE, MASTER_ADDR and MASTER_PORT) and comm/nursery.py, which forks local ranks. Branches between CPU with Gloo and
-GPU with NCCL are here and in parallel/clock.py only.
+WORLD_SIZE, MASTER_ADDR and MASTER_PORT) and comm/nursery.py, which forks local ranks. How ranks meet is in comm/join.py.
+Branches between CPU with Gloo and GPU with NCCL are here and in parallel/clock.py only.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ...design.errors import PlanError
 from ...design.mesh import Mesh
+from ...design.plan import Plan
 from ...design.records import WORLD
+from . import address
+from .agree import Agreement, Peers, Shared
+from .board import ENDED, JOINING, RUNNING, Board, Channel
+from .join import Store, all_here, file_store, plans_agree, server_or_client
 from .ledger import Ledger
+from .remote import Remote
 
-LOOPBACK = "127.0.0.1"
+MARGIN_S = 60.0
+"""How much longer than the watchdog torch's own limit is: the watchdog speaks first, and knows more."""
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MPI = {
     "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK"),
     "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
     "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+    "LOCAL_WORLD_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 }
 """What mpirun (Open MPI, MPICH and their kin) calls the same. It says nothing of where rank 0 is."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of a run meet. `listener` is rank 0's already listening socket, when its parent opened one."""
+    """Where the ranks of a run meet, and how long they wait for each other then: at `host` and `port`, or, when a parent
+    forked them all, in a `file` and on a `board` that it made."""
 
     rank: int
     size: int
-    host: str
-    port: int
-    local_rank: int
-    local: bool
-    listener: int | None = None
+    host: str = ""
+    port: int = 0
+    local_rank: int = 0
+    local_size: int | None = None
+    board: mmap.mmap | None = None
+    file: str = ""
+    secret: str = ""
+    agent_hosts_store: bool = False
+    hang_timeout: float = 600
+    comm_check: bool = False
+    plan: Plan | None = None
+
+    @property
+    def local(self) -> bool:
+        return self.board is not None
+
+    def of(self, plan: Plan) -> Rendezvous:
+        """The same for the ranks of a plan, which must be every rank's."""
+        return replace(self, hang_timeout=plan.hang_timeout, comm_check=plan.comm_check, plan=plan)
 
     @classmethod
     def from_environment(cls) -> Rendezvous | None:
@@ -72,13 +96,20 @@ class Rendezvous:
             socket.getaddrinfo(host, port)
         except (OSError, UnicodeError):
             raise PlanError(f"MASTER_ADDR '{host}' is not a host that this machine can find; name rank 0's.") from None
-        return cls(rank, size, host, port, local_rank, local=False)
+        local_size = _whole(*said["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in said else None
+        if local_size is not None:
+            address.refuse_loopback(host, port, local_size=local_size, size=size)
+        return cls(
+            rank, size, host, port, local_rank, local_size, secret=os.environ.get("PLAIT_SECRET", ""),
+            agent_hosts_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )  # fmt: skip
 
 
 def _launcher_variables() -> Mapping[str, tuple[str, str]]:
     """torchrun's name of each variable -> (the name it was set under, its value). mpirun's count only when it started
     more than one process: a shell inside a job may have inherited them."""
-    said = {name: (name, os.environ[name]) for name in (*VARIABLES, "LOCAL_RANK") if name in os.environ}
+    names = (*VARIABLES, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    said = {name: (name, os.environ[name]) for name in names if name in os.environ}
     if "RANK" in said or "WORLD_SIZE" in said:
         return said
     mpi = {name: (their, os.environ[their]) for name, theirs in MPI.items() for their in theirs if their in os.environ}
@@ -92,15 +123,39 @@ def _whole(name: str, value: str) -> int:
         raise PlanError(f"{name} is '{value}'; it must be a whole number.") from None
 
 
+def _choose_interface(here: Rendezvous) -> None:
+    """Decides over which interface Gloo talks when nobody has said: otherwise it takes the address that the machine's
+    own name has, which may be one that nobody else can reach, or one that everybody can."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    if here.local:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+        return
+    interface = address.choose(here.host, here.port)
+    if interface is None:
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = interface.name
+    if here.local_size is not None and here.local_size < here.size and here.local_rank == 0:
+        print(
+            f"plait: rank {here.rank} talks to the other nodes over {interface.name} ({interface.address}), which leads "
+            f"to MASTER_ADDR {here.host}; GLOO_SOCKET_IFNAME names another.",
+            file=sys.stderr,
+        )
+
+
 @dataclass(frozen=True)
 class Group:
-    """Some ranks that talk: `index` is this rank's place among `ranks`. `handle` is None when it is alone."""
+    """Some ranks that talk: `index` is this rank's place among `ranks`. `handle` is None when it is alone, and so are
+    its place on the board and what holds its calls against the others' (with --comm-check)."""
 
     axis: str
     ranks: tuple[int, ...]
     index: int
     ledger: Ledger
     handle: dist.ProcessGroup | None
+    board: Board | None = None
+    channel: Channel | None = None
+    checked: Agreement | None = None
 
     @property
     def size(self) -> int:
@@ -110,7 +165,7 @@ class Group:
 class World:
     """The ranks of one run over the mesh of one plan; use as a context manager."""
 
-    def __init__(self, rendezvous: Rendezvous, mesh: Mesh, *, timeout_s: float = 600, device: str = "auto") -> None:
+    def __init__(self, rendezvous: Rendezvous, mesh: Mesh, *, device: str = "auto") -> None:
         if rendezvous.size != mesh.size:
             raise PlanError(f"The mesh {mesh} has {mesh.size} ranks, but {rendezvous.size} were started.")
         self.mesh = mesh
@@ -123,12 +178,17 @@ class World:
             self.device = torch.device("cuda", rendezvous.local_rank)
             torch.cuda.set_device(self.device)
             backend = "nccl"
-        if rendezvous.local:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        timeout = timedelta(seconds=timeout_s)
+        _choose_interface(rendezvous)
+        limit_s = rendezvous.hang_timeout + MARGIN_S
+        store, peers = self._join(rendezvous)
+        self._peers = peers
+        self._agreement = Agreement(self.board, peers, self.rank, mesh.size, limit_s)
+        self._checked = self._agreement if rendezvous.comm_check else None
+        self._step = 0
+        timeout = timedelta(seconds=limit_s)
         dist.init_process_group(
             backend,
-            store=_store(rendezvous, timeout),
+            store=store,
             rank=self.rank,
             world_size=mesh.size,
             timeout=timeout,
@@ -138,6 +198,25 @@ class World:
         self._groups: dict[tuple[str, ...], Group] = {}
         for axes in (("pp",), ("dp",), ("tp",)):
             self._make_group(axes, timeout)
+        self.board.enter(RUNNING)
+
+    def _join(self, rendezvous: Rendezvous) -> tuple[Store, Peers]:
+        """Waits until all ranks are here, which has a limit of its own: what a rank prepares may take long."""
+        self._remote: Remote | None = None
+        if rendezvous.board is not None:
+            self.board = Board(rendezvous.board, self.rank)
+            self.board.enter(JOINING)
+            all_here(rendezvous.board, rendezvous.size)
+            return file_store(rendezvous.file), Shared(self.board, rendezvous.size)
+        self.board = Board.private()
+        self.board.enter(JOINING)
+        store, own = server_or_client(
+            rendezvous.host, rendezvous.port, rendezvous.rank, rendezvous.size, rendezvous.secret,
+            hosts=rendezvous.rank == 0 and not rendezvous.agent_hosts_store, speaks=rendezvous.local_rank <= 1,
+        )  # fmt: skip
+        plans_agree(store, rendezvous.plan, rendezvous.rank, rendezvous.size)
+        self._remote = Remote(self.board, store, own, rendezvous.rank, rendezvous.size, rendezvous.hang_timeout)
+        return store, self._remote
 
     def _make_group(self, axes: tuple[str, ...], timeout: timedelta) -> None:
         ranks = self.mesh.group(self.rank, *axes)
@@ -146,7 +225,12 @@ class World:
             handle = dist.group.WORLD
         elif len(ranks) > 1:
             handle = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
-        self._groups[axes] = Group(".".join(axes), ranks, ranks.index(self.rank), self.ledger, handle)
+        self._groups[axes] = self._made(".".join(axes), ranks, handle)
+
+    def _made(self, axis: str, ranks: tuple[int, ...], handle: dist.ProcessGroup | None) -> Group:
+        # Two names for the same ranks are one channel: their calls meet on one communicator.
+        channel = None if handle is None else self.board.channel(("group", ranks))
+        return Group(axis, ranks, ranks.index(self.rank), self.ledger, handle, self.board, channel, self._checked)
 
     def group(self, *axes: str) -> Group:
         """The ranks that differ from this one on `axes` only. One over several axes is made when it is first asked for,
@@ -166,10 +250,37 @@ class World:
     @property
     def everyone(self) -> Group:
         ranks = tuple(range(self.mesh.size))
-        return Group(WORLD, ranks, self.rank, self.ledger, dist.group.WORLD if len(ranks) > 1 else None)
+        return self._made(WORLD, ranks, dist.group.WORLD if len(ranks) > 1 else None)
+
+    def begin(self, step: int) -> None:
+        """A step begins. The ledger holds one step at a time, and the board says which."""
+        self.ledger.clear()
+        self._step = step
+        self.board.at_step(step)
+
+    def seal(self) -> None:
+        """Keeps what this rank has called so far; to be followed by a collective over everyone, and by `agree`."""
+        if self.mesh.size > 1:
+            self._peers.seal(self._step)
+
+    def agree(self) -> None:
+        """Returns when all ranks have made the same calls up to their seal; raises a `MismatchError` otherwise."""
+        if self.mesh.size > 1:
+            self._agreement.on_step(self._step)
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Says on the board that this rank waits for something that is no call: on a GPU the host comes to a stand where
+        it reads a number."""
+        self.board.pause(what)
+        yield
+        self.board.go_on()
 
     def close(self) -> None:
         self._groups.clear()
+        self.board.enter(ENDED)
+        if self._remote is not None:
+            self._remote.leave()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -182,6 +293,8 @@ class World:
         # After an error the others may be gone; waiting for them to say goodbye would hide the error.
         if error is None:
             self.close()
+        elif self._remote is not None:
+            self._remote.failed(error)
 
 
 def _has_gpu(rendezvous: Rendezvous) -> bool:
@@ -196,31 +309,6 @@ def _has_gpu(rendezvous: Rendezvous) -> bool:
     if rendezvous.local and 0 < gpus < rendezvous.size and rendezvous.rank == 0:
         print(f"plait: {rendezvous.size} ranks, {gpus} GPUs: the ranks run on the CPUs.", file=sys.stderr)
     return gpus >= rendezvous.size if rendezvous.local else gpus > 0
-
-
-def _store(rendezvous: Rendezvous, timeout: timedelta) -> Any:
-    hosts_store = rendezvous.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    if rendezvous.local:
-        hosts_store = rendezvous.rank == 0
-    try:
-        return dist.TCPStore(  # type: ignore[attr-defined]
-            rendezvous.host,
-            rendezvous.port,
-            world_size=rendezvous.size,
-            is_master=hosts_store,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=rendezvous.listener if hosts_store else None,
-            use_libuv=rendezvous.listener is None,
-        )
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" in str(error) or "already in use" in str(error):
-            raise PlanError(
-                f"Port {rendezvous.port} on {rendezvous.host} is in use: set MASTER_PORT to a free port."
-            ) from None
-        raise PlanError(
-            f"Rank {rendezvous.rank} cannot reach {rendezvous.host}:{rendezvous.port}: check MASTER_ADDR and MASTER_PORT."
-        ) from None
 
 
 def backends() -> list[str]:

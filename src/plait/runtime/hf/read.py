@@ -44,6 +44,7 @@ MOST_BLOCKS = 10_000
 HUB_WAIT_S = 5
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
          "intermediate_size", "max_position_embeddings", "head_dim")  # fmt: skip
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 LARGEST_SIZE = 2**31 - 1
 
 
@@ -207,6 +208,14 @@ def _refuse_what_is_not_proven(model: str, config: Any) -> None:
             f"{model} has quantised weights, which this version does not train: remove quantization_config from its "
             f"config.json."
         )
+    for key in ACTIVATIONS:
+        name = getattr(config, key, None)
+        own = [owned for owned, _ in ACT2FN[name].named_parameters()] if name in ACT2FN else []
+        if own:
+            raise PlanError(
+                f"{model} has {key} '{name}', which has parameters of its own ({', '.join(own)}) that no rule of the "
+                f"model draws: set {key} to one without, 'silu' say."
+            )
     for key, wanted in (("return_dict", True), ("output_attentions", False), ("output_hidden_states", False)):
         if getattr(config, key, wanted) is not wanted:
             raise PlanError(f"{model} has {key} {getattr(config, key)}: remove it from its config.json.")
@@ -221,7 +230,7 @@ def _refuse_bad_values(model: str, config: Any) -> None:
         )
     if config.num_hidden_layers > MOST_BLOCKS:
         raise PlanError(f"{model} has num_hidden_layers {config.num_hidden_layers}; the most is {MOST_BLOCKS}.")
-    for key in ("hidden_act", "hidden_activation", "activation_function"):
+    for key in ACTIVATIONS:
         name = getattr(config, key, None)
         if name is not None and name not in ACT2FN:
             raise PlanError(f"{model} has {key} '{name}'.{nearest(str(name), ACT2FN)}")
@@ -318,8 +327,17 @@ def _facts(config: Any) -> ModelFacts:
         heads=config.num_attention_heads,
         kv_heads=kv_heads(config),
         vocabulary=config.vocab_size,
-        positions=config.max_position_embeddings,
+        positions=_positions(config),
         head=next(name for name, module in model.named_modules() if module is model.get_output_embeddings()),
         parameters=tuple(found.values()),
         experts_per_token=int(getattr(config, "num_experts_per_tok", 0) or 0),
     )
+
+
+def _positions(config: Any) -> int:
+    """How long a row may be. Beyond its original positions longrope turns all rows of a microbatch at frequencies that
+    follow from the longest of them, so that the numbers would depend on how a batch is cut."""
+    rope, positions = getattr(config, "rope_parameters", None) or {}, int(config.max_position_embeddings)
+    if rope.get("rope_type") != "longrope":
+        return positions
+    return min(positions, int(rope.get("original_max_position_embeddings") or positions))

@@ -26,10 +26,10 @@ def launch(main: Callable[[World], Any], plan: Plan) -> list[Any]:
     validate(plan, read(plan.model).facts)
     rendezvous = Rendezvous.from_environment()
     if rendezvous is None:
-        return fork(on_rank, plan.world)
+        return fork(on_rank, plan.world, hang_timeout=plan.hang_timeout, comm_check=plan.comm_check)
     if rendezvous.size != plan.world:
         raise PlanError(f"The plan has {plan.world} ranks ({plan.mesh}), but WORLD_SIZE is {rendezvous.size}.")
-    return [on_rank(rendezvous)]
+    return [on_rank(rendezvous.of(plan))]
 
 
 def batches(plan: Plan, world: World) -> Batches:

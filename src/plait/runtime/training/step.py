@@ -88,7 +88,7 @@ class Run:
                 f"{tuple(batch.tokens.shape)}"
             )
 
-        world.ledger.clear()  # it holds one step at a time
+        world.begin(self.done + 1)
         weight = (batch.weight * self._first_of_replica).to(world.device)
         all_reduce(weight, world.everyone, why="target tokens")
         inverse = 1 / weight.clamp(min=1).double()
@@ -102,7 +102,11 @@ class Run:
         self.tied.reduce()
         at("reduced")
 
+        # Everyone's account of the step is sealed before this sum, and compared after it: ranks that did not make the
+        # same calls take no step.
+        world.seal()
         loss, norm = loss_and_norm(share * self._owns_loss, squared_norm(self._counted, world.device), world)
+        world.agree()
         clip(self.sink.buffers, norm, plan.clip)
         at("clipped")
 
@@ -111,5 +115,6 @@ class Run:
         self.tied.publish()
 
         self.done += 1
-        numbers = torch.stack((loss, norm, weight.double())).tolist()  # the step's one host sync
+        with world.waiting("the numbers of the step"):
+            numbers = torch.stack((loss, norm, weight.double())).tolist()  # the step's one host sync
         return Report(self.done, numbers[0], numbers[1], lr, int(numbers[2]), time.perf_counter() - begin)

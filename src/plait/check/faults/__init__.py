@@ -1,0 +1,12 @@
+"""Planted faults: small named patches of the runtime, with which the checker is lied to.
+
+A fault goes into the ranks alone; neither the reference nor the checker is told. Each is what somebody's tool once did.
+"""
+
+from __future__ import annotations
+
+from . import batch, sums, weights
+from .fault import Fault
+
+FAULTS: dict[str, Fault] = {fault.name: fault for fault in (*sums.FAULTS, *batch.FAULTS, *weights.FAULTS)}
+"""Every planted fault by name."""

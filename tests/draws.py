@@ -1,0 +1,142 @@
+"""Random layouts that the plan accepts, for the checker to find right: a seed gives a model, a plan and its batches.
+
+Drawn by rejection: values come from the ranges below without a thought for each other, the plan's own rules are asked,
+and what they refuse is drawn again. What a later version accepts is drawn here too: a new field of the plan, or a new
+value of one, gets its line in `_plan`, `_sizes` or `_manners`. Nothing here computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from random import Random
+from typing import Any
+
+from plait.check.batches import KINDS
+from plait.design.errors import PlanError
+from plait.design.plan import Plan, validate
+from tests.design.facts import llama
+
+SEEDS = range(100)
+MOST_RANKS = 8
+MOST_HIDDEN, MOST_ROWS = 64, 24
+POSITIONS = 24
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "tanh", "quick_gelu", "mish")
+ROPES: tuple[dict[str, Any], ...] = (
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 2.5},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 6},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 8},
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Draw:
+    """`config` are changes to the tests' small model, `plan` values of a plan, `kinds` those of its batches, in turn."""
+
+    config: dict[str, Any]
+    plan: dict[str, Any]
+    kinds: tuple[str, ...]
+
+    def degree(self, axis: str) -> int:
+        return int(self.plan[axis])
+
+
+def draw(seed: int) -> Draw:
+    random = Random(seed)
+    while True:
+        plan = _plan(random)
+        sizes = _sizes(random, plan["tp"])
+        if sizes["hidden_size"] <= MOST_HIDDEN and plan["batch"] <= MOST_ROWS and _accepted(plan, sizes):
+            # Only the first step is also run as shipped: one that trains nothing would show nothing there.
+            first = random.choice([kind for kind in KINDS if kind != "nothing"])
+            return Draw(
+                sizes | _manners(random, sizes), plan, (first, *random.choices(list(KINDS), k=random.choice((1, 2))))
+            )
+
+
+def _accepted(plan: dict[str, Any], sizes: dict[str, Any]) -> bool:
+    facts = llama(
+        blocks=sizes["num_hidden_layers"],
+        heads=sizes["num_attention_heads"],
+        kv_heads=sizes["num_key_value_heads"],
+        head_dim=sizes["head_dim"],
+        intermediate=sizes["intermediate_size"],
+        vocabulary=sizes["vocab_size"],
+        positions=sizes["max_position_embeddings"],
+    )
+    try:
+        validate(Plan(**plan), facts)
+    except PlanError:
+        return False
+    return True
+
+
+def _degrees(random: Random) -> dict[str, int]:
+    """All three axes in a quarter of the draws, two or one in the others; many ranks are rarer than few."""
+    axes = random.choice((1, 1, 1, 2, 2, 2, 3, 3))
+    legal = [
+        degrees
+        for degrees in product(range(1, MOST_RANKS + 1), repeat=3)
+        if prod(degrees) <= MOST_RANKS and sum(degree > 1 for degree in degrees) in ((0, 1) if axes == 1 else (axes,))
+    ]
+    weights = [1 / prod(degrees) for degrees in legal]
+    return dict(zip(("dp", "tp", "pp"), random.choices(legal, weights)[0], strict=True))
+
+
+def _plan(random: Random) -> dict[str, Any]:
+    degrees = _degrees(random)
+    microbatches = random.choice((1, 1, 2, 3, 4, 6))
+    steps = random.choice((2, 3, 3, 5))
+    return {
+        **degrees,
+        "schedule": random.choice(("naive", "naive", "gpipe", "1f1b", "1f1b")),
+        "microbatches": microbatches,
+        "batch": degrees["dp"] * microbatches * random.choice((1, 1, 2, 3)),
+        "seq": random.choice((1, 2, 5, 7, 11, 16, 24)),
+        "steps": steps,
+        "lr": random.choice((1e-4, 1e-3, 3e-2)),
+        "lr_schedule": random.choice(("cosine", "linear", "constant")),
+        "warmup": random.choice((0, 0, 1, 3)),
+        "lr_floor": random.choice((0.0, 0.1, 1.0)),
+        "weight_decay": random.choice((0.0, 0.1, 0.5)),
+        "beta1": random.choice((0.0, 0.9)),
+        "beta2": random.choice((0.5, 0.95, 0.999)),
+        "clip": random.choice((0.0, 0.01, 1.0, 100.0)),
+        "compute": random.choice(("fp32", "bf16")),
+        "bucket_mb": random.choice((0.0001, 0.004, 0.02, 4.0)),
+        "seed": random.randrange(1000),
+    }
+
+
+def _sizes(random: Random, tp: int) -> dict[str, Any]:
+    """What tp cuts is a multiple of it, mostly an odd one, so that nothing else divides it."""
+    groups = tp * random.choice((1, 1, 1, 2, 3))
+    heads = groups * random.choice((1, 2, 3))
+    width = random.choice((4, 6, 8, 10))
+    return {
+        "num_key_value_heads": groups,
+        "num_attention_heads": heads,
+        "head_dim": width,
+        "hidden_size": heads * random.choice((width, 3, 5, 8)),
+        "intermediate_size": tp * random.choice((3, 7, 11, 16)),
+        "vocab_size": tp * random.choice((5, 13, 31, 32)),
+        "num_hidden_layers": random.choice((1, 2, 3, 4, 5, 5, 6, 7)),
+        "max_position_embeddings": random.choice((POSITIONS, 2 * POSITIONS)),
+    }
+
+
+def _manners(random: Random, sizes: dict[str, Any]) -> dict[str, Any]:
+    """What changes the numbers and no shape."""
+    return {
+        "attention_bias": random.random() < 0.4,
+        "mlp_bias": random.random() < 0.4,
+        "hidden_act": random.choice(ACTIVATIONS),
+        "rms_norm_eps": random.choice((1e-6, 1e-5, 1e-2)),
+        "rope_parameters": random.choice(ROPES) | {"rope_theta": random.choice((100.0, 10000.0))},
+        "pad_token_id": random.choice((None, None, 0, sizes["vocab_size"] - 1)),
+        "initializer_range": random.choice((0.02, 0.2)),
+    }
