@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from plait.check.batches import awkward_batches
 from plait.check.proof import prove
-from plait.check.reference import _disturb
+from plait.check.rounding import disturb
 from plait.design.plan import Plan
 from plait.runtime.comm.nursery import launch
 from plait.runtime.comm.world import World
@@ -124,7 +124,7 @@ def in_bf16(folder: str, text: str) -> dict[str, float]:
         for disturbed in (None, 0, 1, 2):
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).train()
             if disturbed is not None:
-                _disturb(model, torch.bfloat16, disturbed)
+                disturb(model, torch.bfloat16, disturbed)
             losses.append(float(sum(loss_of(model, rows) for rows in batch.split(2)) / batch.weight))
     return {"loss": losses[0], "noise": max(abs(loss - losses[0]) for loss in losses[1:])}
 

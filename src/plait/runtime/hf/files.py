@@ -17,6 +17,7 @@ from ...design.errors import PlanError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
+POINTER = b"version https://git-lfs"
 RANDOM = "To train from random weights, copy config.json alone into a directory."
 
 
@@ -99,14 +100,13 @@ def _index(file: Path) -> Mapping[str, str]:
 
 def _headers(file: Path) -> dict[str, Stored]:
     try:
+        with file.open("rb") as raw:
+            if raw.read(len(POINTER)) == POINTER:
+                raise PlanError(f"{file} is a pointer of git-lfs and not the weights: run git lfs pull there.")
         with safe_open(file, framework="pt") as tensors:
             slices = {key: tensors.get_slice(key) for key in tensors.keys()}  # noqa: SIM118 (not a mapping)
             return {key: Stored(file, tuple(one.get_shape()), one.get_dtype()) for key, one in slices.items()}
     except SafetensorError as error:
-        with file.open("rb") as raw:
-            pointer = raw.read(64).startswith(b"version https://git-lfs")
-        if pointer:
-            raise PlanError(f"{file} is a pointer of git-lfs and not the weights: run git lfs pull there.") from None
         why = str(error).rpartition(": ")[2]
         raise PlanError(f"{file} is damaged or cut short ({why}): download or save it again.") from None
     except OSError as error:

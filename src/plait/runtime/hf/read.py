@@ -62,7 +62,7 @@ class Model:
     @property
     def ends(self) -> tuple[int, ...]:
         """The token ids that end a text, by the config."""
-        found = self.config.eos_token_id
+        found = getattr(self.config, "eos_token_id", None)
         return () if found is None else (found,) if isinstance(found, int) else tuple(found)
 
 
