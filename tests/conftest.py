@@ -15,6 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
+from tests import smollm2 as real
 from tests.nursery import Nursery
 
 TINY = {
@@ -54,6 +55,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-layouts", action="store_true", help="every family in every layout of the covering set")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The directory of a real model; the test is skipped where the packages that bring it are not installed."""
+    reason = real.missing()
+    if reason:
+        pytest.skip(reason)
+    return real.directory()
 
 
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:

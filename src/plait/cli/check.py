@@ -64,7 +64,7 @@ def _run(plan: Plan, origin: dict[str, str], *, full: bool, plant: Callable[[], 
 
     if Rendezvous.from_environment() is not None:
         raise PlanError("plait check starts ranks of its own, so a launcher has nothing to start: run it without one.")
-    model = read(plan.model)
+    model = read(plan.model, weights=full)
     validate(plan, model.facts)
     refuse_too_many(plan.world)
     small = twin(model, plan)
@@ -74,7 +74,8 @@ def _run(plan: Plan, origin: dict[str, str], *, full: bool, plant: Callable[[], 
     refuse_memory(plan, model.facts, wide=True)
     console = Terminal()
     if full or not small.shrunk:
-        console.print(f"{plan.model} as it is: {model.facts.elements / 1e6:.1f} M parameters", soft_wrap=True)
+        kind = "random parameters" if model.weights is None else f"parameters of {model.weights.said}"
+        console.print(f"{plan.model} as it is: {model.facts.elements / 1e6:.1f} M {kind}", soft_wrap=True)
     else:
         console.print(
             f"twin of {plan.model}: {', '.join(small.shrunk)} (--full for the model as it is)", soft_wrap=True

@@ -34,7 +34,6 @@ def train(
     from ..runtime.comm.nursery import alone, in_place, launch, refuse_too_many
     from ..runtime.comm.world import Rendezvous
     from ..runtime.data.batches import global_batches
-    from ..runtime.data.tokens import prepare
     from ..runtime.hf.read import read
     from ..runtime.training.track import refuse
 
@@ -56,7 +55,7 @@ def train(
     def tokenise() -> None:
         # In a process of its own: tokenising starts threads, and what is wrong with the text is said before any rank
         # starts.
-        alone(lambda: _tokenised(plan, model.facts.vocabulary), "The tokenizer")
+        alone(lambda: _tokenised(plan, model), "The tokenizer")
 
     if here is not None:
         # Rank 0 alone writes: another rank may look when it has already begun, or stand on another machine.
@@ -70,8 +69,9 @@ def train(
 
         def single() -> None:
             from ..check.reference import reference
+            from ..runtime.training.launch import corpus as prepare
 
-            corpus = prepare(plan, model.facts.vocabulary)
+            corpus = prepare(plan, model)
             reference(plan, model, global_batches(corpus, plan, prove), Path(scratch))
 
         helpers = (single,) if prove else ()
@@ -82,12 +82,12 @@ def train(
     return 0 if all(verdicts) else 1
 
 
-def _tokenised(plan: Plan, vocabulary: int) -> str:
+def _tokenised(plan: Plan, model: Any) -> str:
     """Has the texts of training and evaluation in the cache."""
     from ..runtime.data.held_out import evaluation_part
-    from ..runtime.data.tokens import prepare
+    from ..runtime.training.launch import corpus as prepare
 
-    corpus = prepare(plan, vocabulary)
+    corpus = prepare(plan, model)
     evaluation_part(corpus, plan)
     return corpus.description
 
@@ -166,18 +166,18 @@ def _rank(
     from ..check.compare import compare
     from ..runtime.comm.world import World
     from ..runtime.data.batches import Batches, global_batches
-    from ..runtime.data.tokens import prepare
     from ..runtime.training import loop
     from ..runtime.training.assemble import build
+    from ..runtime.training.launch import corpus as prepare
     from ..runtime.training.track import TensorBoard
     from . import finish
     from .look import Look, shown
     from .view import View, predicted, proof_line
 
-    corpus = prepare(plan, model.facts.vocabulary)
+    corpus = prepare(plan, model)
     batches = Batches(corpus, plan, meeting.rank)
     with World(meeting, plan.mesh) as world:
-        view = View(plan, model.facts, corpus, batches.steps_total) if world.rank == 0 else None
+        view = View(plan, model, corpus, batches.steps_total) if world.rank == 0 else None
         if view:
             view.opening()
         verdict = None

@@ -10,7 +10,6 @@ from rich.text import Text
 
 from ..check.places import WORDS, Verdict
 from ..design.cost.traffic import traffic
-from ..design.facts import ModelFacts
 from ..design.plan import Plan
 from ..design.records import sent_per_axis
 from ..design.sharding import shard
@@ -22,6 +21,7 @@ from ..report.record import RunRecord
 from ..report.words import counted, size
 from ..runtime.data.held_out import evaluation_part, seen_in_training
 from ..runtime.data.tokens import Corpus
+from ..runtime.hf.read import Model
 from ..runtime.training.evaluate import Evaluation
 from ..runtime.training.step import Report
 from .check import show
@@ -33,17 +33,18 @@ predicted = traffic
 class View:
     """Rank 0's view of a run: rich on a terminal, plain lines elsewhere."""
 
-    def __init__(self, plan: Plan, facts: ModelFacts, corpus: Corpus, steps: int) -> None:
-        self._plan, self._facts, self._corpus, self._steps = plan, facts, corpus, steps
+    def __init__(self, plan: Plan, model: Model, corpus: Corpus, steps: int) -> None:
+        self._plan, self._model, self._corpus, self._steps = plan, model, corpus, steps
         self._console = Terminal()
         self._seen: list[Report] = []
         self._evaluations: list[Evaluation] = []
         self._bar: Progress | None = None
 
     def opening(self) -> None:
-        plan, facts = self._plan, self._facts
+        plan, facts, weights = self._plan, self._model.facts, self._model.weights
+        kind = "random parameters" if weights is None else f"parameters of {weights.said}"
         self._console.print(
-            f"{plan.model} ({facts.family}, {facts.elements / 1e6:.1f} M random parameters, {facts.blocks} blocks) over "
+            f"{plan.model} ({facts.family}, {facts.elements / 1e6:.1f} M {kind}, {facts.blocks} blocks) over "
             f"{counted(plan.world, 'rank')}: {plan.mesh}, {plan.schedule}, {counted(plan.microbatches, 'microbatch')} of "
             f"{plan.microbatch_rows} x {plan.seq} tokens",
             soft_wrap=True,

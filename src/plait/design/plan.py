@@ -25,12 +25,18 @@ class Plan(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, strict=True, allow_inf_nan=False)
 
-    model: str = Field("llama-tiny", description="A preset, a directory with a config.json, or a hub id.")
+    model: str = Field(
+        "llama-tiny", description="A preset, a directory with a config.json (and weights, if it has any), or a hub id."
+    )
     data: str = Field(
         "stdlib",
         description="A text file, a directory of text files, or 'stdlib' (Python's own sources).",
     )
-    tokenizer: Literal["bpe", "bytes"] = Field("bpe", description="BPE trained once on the data, or plain bytes.")
+    tokenizer: Literal["auto", "model", "bpe", "bytes"] = Field(
+        "auto",
+        description="The model's own, BPE trained once on the data, or plain bytes; auto: the model's own when its "
+        "weights are real, else bpe.",
+    )
     packing: Literal["stream", "sorted"] = Field(
         "stream", description="Rows cut from the documents as they come, or whole documents, in steps of even cost."
     )

@@ -124,6 +124,8 @@ def drawn_alike(e: Evidence) -> str | None:
 
 def drawn_otherwise(e: Evidence) -> str | None:
     """Drawn from another seed."""
+    if e.model.weights is not None:  # they are read
+        return None
     if e.place.quantity != "initial weight" or not e.wrong:
         return None
     module, _, tensor = e.place.name.rpartition(".")

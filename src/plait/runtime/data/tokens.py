@@ -1,13 +1,14 @@
 """Text to token ids, done once and kept on disk.
 
     documents   "def f(): ..."          "import os"             one file is one document
-    stream       17  4 92 ...   E        8 301 55   E           every document ends with the end token E
+    stream       17  4 92 ...   E        8 301 55   E           every document ends with the end token E (and begins with
+                                                                what the model's own tokenizer begins it with)
     offsets      0                       n                m     where each document starts, and the end of the last
 
 A cache entry is one directory, named by a hash of what it was made from (the files' paths, sizes and times, the
-tokenizer, the vocabulary): `stream.npy`, `corpus.json` and, for BPE, `tokenizer.json`. It appears by one rename, so it
-is there whole or not at all; a file lock lets one process work while the others wait for its result. An entry whose
-checksums do not hold is made again.
+tokenizer, the vocabulary): `stream.npy`, `corpus.json` and, except for bytes, `tokenizer.json`. It appears by one rename,
+so it is there whole or not at all; a file lock lets one process work while the others wait for its result. An entry
+whose checksums do not hold is made again.
 
 No torch here, and no ranks: every rank sees the same corpus, and data/batches.py says who reads which rows.
 """
@@ -26,16 +27,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ...design.errors import PlanError, nearest
 from ...design.plan import Plan
-from .tokenizer import Bpe, Bytes, Tokenizer
+from .tokenizer import Bpe, Bytes, Own, Tokenizer
 
-FORMAT = 2
+FORMAT = 3
 """Raised by one whenever the same files would give other bytes on disk, so that old entries are not read."""
 
+NAMES = {"bytes": "bytes", "bpe": "bpe", "model": "the model's own tokenizer"}
 TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"})
 SNIFFED = 1 << 16
@@ -144,38 +147,40 @@ def _head(path: Path) -> bytes:
         raise PlanError(f"{path} cannot be read ({error.strerror}): allow it, or name other data.") from None
 
 
-def prepare(plan: Plan, vocabulary: int, *, cache: Path | None = None) -> Corpus:
+@dataclass(frozen=True)
+class TokenizerFile:
+    """A model's own tokenizer: its tokenizer.json (None: it has none), the ids that end a document by the model's config,
+    and whether the model's weights have learnt it."""
+
+    file: Path | None = None
+    ends: tuple[int, ...] = ()
+    learnt: bool = False
+
+
+NONE = TokenizerFile()
+
+
+def prepare(plan: Plan, vocabulary: int, *, own: TokenizerFile = NONE, cache: Path | None = None) -> Corpus:
     """The corpus of `plan.data` for a model with `vocabulary` ids, from the cache when it is there.
 
     `cache` is the directory of all entries (None: ~/.cache/plait). Any number of processes may call this at once.
     Raises a `PlanError` when there is no text, or when the vocabulary is too small for the tokenizer.
     """
-    kind = plan.tokenizer
-    if kind == "bytes" and vocabulary < Bytes.least:
-        raise PlanError(
-            f"The bytes tokenizer needs {Bytes.least} ids (256 bytes and the end), but the model has a vocabulary of "
-            f"{vocabulary}: choose a model with {Bytes.least} or more."
-        )
-    if kind == "bpe" and vocabulary < Bpe.least:
-        raise PlanError(
-            f"BPE needs a vocabulary of {Bpe.least} or more to be worth training, but the model has {vocabulary}: use "
-            f"tokenizer bytes (from {Bytes.least} on), or a model with a larger vocabulary."
-        )
-    return _cached(documents(plan.data), kind, vocabulary, cache, None)
+    tokenizer = _given(_kind(plan, own), vocabulary, own)
+    return _cached(documents(plan.data), vocabulary, cache, tokenizer)
 
 
 def prepare_with(data: str, corpus: Corpus, *, cache: Path | None = None) -> Corpus:
     """Another text in the tokens of `corpus`, whose tokenizer is taken as it is; from the cache when it is there."""
     most = int(np.iinfo(corpus.stream.dtype).max) + 1
-    return _cached(documents(data), corpus.tokenizer.fingerprint, most, cache, corpus.tokenizer)
+    return _cached(documents(data), most, cache, corpus.tokenizer)
 
 
-def _cached(
-    paths: list[Path], kind: str, vocabulary: int, cache: Path | None, tokenizer: Tokenizer | None
-) -> Corpus:  # fmt: skip
-    """The corpus of these files: with `tokenizer`, or with a new one of a kind."""
+def _cached(paths: list[Path], vocabulary: int, cache: Path | None, tokenizer: Tokenizer | None) -> Corpus:
+    """The corpus of these files: with `tokenizer`, or with BPE trained on them."""
     stats = [(str(path.resolve()), path.stat()) for path in paths]
-    source = [FORMAT, kind, vocabulary, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]]
+    given = "trained" if tokenizer is None else tokenizer.fingerprint
+    source = [FORMAT, given, vocabulary, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]]
     key = hashlib.blake2b(json.dumps(source).encode(), digest_size=16).hexdigest()
     cache = Path.home() / ".cache" / "plait" if cache is None else cache
     entry, scratch = cache / key, cache / f"{key}.new"
@@ -186,12 +191,49 @@ def _cached(
                 shutil.rmtree(stale, ignore_errors=True)
                 stale.unlink(missing_ok=True)  # a plain file, which no one here wrote
             scratch.mkdir()
-            _build(paths, kind, vocabulary, scratch, tokenizer)
+            _build(paths, tokenizer, vocabulary, scratch)
             scratch.rename(entry)
             corpus = _load(entry)
     if corpus is None:
         raise OSError(f"the cache entry {entry} does not read back as it was written: is the disk full or failing?")
     return corpus
+
+
+def _kind(plan: Plan, own: TokenizerFile) -> str:
+    """The tokenizer that "auto" stands for: real weights have learnt one."""
+    if plan.tokenizer == "auto" and not own.learnt:
+        return "bpe"
+    if own.file is None and plan.tokenizer in ("auto", "model"):
+        why = "its weights have learnt one" if own.learnt else "tokenizer model asks for it"
+        raise PlanError(
+            f"{plan.model} has no tokenizer.json, and {why}: put it beside config.json (save_pretrained of the tokenizer "
+            f"writes it), or choose --tokenizer bpe or bytes, which mean nothing to weights that are trained."
+        )
+    return "model" if plan.tokenizer == "auto" else plan.tokenizer
+
+
+def _given(kind: str, vocabulary: int, own: TokenizerFile) -> Tokenizer | None:
+    """The tokenizer, unless it has to be trained on the data. Refuses a vocabulary that is too small for it."""
+    if kind == "bytes" and vocabulary < Bytes.least:
+        raise PlanError(
+            f"The bytes tokenizer needs {Bytes.least} ids (256 bytes and the end), but the model has a vocabulary of "
+            f"{vocabulary}: choose a model with {Bytes.least} or more."
+        )
+    if kind == "bpe" and vocabulary < Bpe.least:
+        raise PlanError(
+            f"BPE needs a vocabulary of {Bpe.least} or more to be worth training, but the model has {vocabulary}: use "
+            f"tokenizer bytes (from {Bytes.least} on), or a model with a larger vocabulary."
+        )
+    if kind != "model":
+        return Bytes() if kind == "bytes" else None
+    assert own.file is not None
+    found = Own.read(own.file, own.ends)
+    if vocabulary < found.least:
+        raise PlanError(
+            f"{own.file} gives ids up to {found.least - 1}, but the model has a vocabulary of {vocabulary}: they are of "
+            f"different models. Fetch both again, or choose --tokenizer bpe or bytes."
+        )
+    return found
 
 
 @contextmanager
@@ -208,32 +250,34 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _build(paths: Sequence[Path], kind: str, vocabulary: int, entry: Path, given: Tokenizer | None) -> None:
+def _build(paths: Sequence[Path], tokenizer: Tokenizer | None, vocabulary: int, entry: Path) -> None:
     """Reads, tokenises and counts everything, and writes the files of one cache entry into the directory `entry`."""
     texts = [path.read_bytes().decode(errors="replace") for path in paths]
     cut = [[text[at : at + PIECE] for at in range(0, len(text), PIECE)] for text in texts]
     pieces = [piece for document in cut for piece in document]
-    tokenizer = given or (Bytes() if kind == "bytes" else Bpe.train(pieces, vocabulary))
-    if isinstance(tokenizer, Bpe):
-        tokenizer.write(entry / "tokenizer.json")
-    word = "bpe" if isinstance(tokenizer, Bpe) else "bytes"
+    tokenizer = Bpe.train(pieces, vocabulary) if tokenizer is None else tokenizer
+    if isinstance(tokenizer, Bpe | Own):
+        (entry / "tokenizer.json").write_text(tokenizer.text, encoding="utf-8")
 
     dtype = np.uint16 if vocabulary <= 1 << 16 else np.uint32
     groups = (pieces[at : at + ENCODED_TOGETHER] for at in range(0, len(pieces), ENCODED_TOGETHER))
     encoded = (np.asarray(ids, dtype) for group in groups for ids in tokenizer.encode_all(group))
-    end = np.asarray([tokenizer.end], dtype)
-    stream = np.concatenate([part for document in cut for part in (*islice(encoded, len(document)), end)])
+    begin, end = np.asarray(tokenizer.begin, dtype), np.asarray([tokenizer.end], dtype)
+    whole = [np.concatenate((begin, *islice(encoded, len(document)), end)) for document in cut]
+    stream = np.concatenate(whole)
     np.save(entry / "stream.npy", stream)
 
     counts = np.bincount(stream)
     share = counts[counts > 0] / len(stream)
     size = sum(path.stat().st_size for path in paths)
     about = {
-        "tokenizer": word,
+        "tokenizer": tokenizer.kind,
+        "begin": tokenizer.begin,
+        "end": tokenizer.end,
         "digests": [int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") for text in texts],
-        "offsets": [0, *(np.flatnonzero(stream == tokenizer.end) + 1).tolist()],
+        "offsets": np.cumsum([0, *map(len, whole)]).tolist(),
         "entropy": float(-(share * np.log(share)).sum()),
-        "description": f"{len(texts):,} documents, {size:,} bytes, {len(stream):,} tokens ({word})",
+        "description": f"{len(texts):,} documents, {size:,} bytes, {len(stream):,} tokens ({NAMES[tokenizer.kind]})",
         "checksums": {path.name: zlib.crc32(path.read_bytes()) for path in sorted(entry.iterdir())},
     }
     (entry / "corpus.json").write_text(json.dumps(about), encoding="utf-8")
@@ -250,9 +294,18 @@ def _load(entry: Path) -> Corpus | None:
             stream=np.load(entry / "stream.npy", mmap_mode="r"),
             offsets=np.asarray(about["offsets"], np.int64),
             entropy=about["entropy"],
-            tokenizer=Bytes() if about["tokenizer"] == "bytes" else Bpe.read(entry / "tokenizer.json"),
+            tokenizer=_tokenizer(about, entry),
             description=about["description"],
             digests=np.asarray(about["digests"], np.uint64),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _tokenizer(about: dict[str, Any], entry: Path) -> Tokenizer:
+    if about["tokenizer"] == "bytes":
+        return Bytes()
+    text = (entry / "tokenizer.json").read_text(encoding="utf-8")
+    if about["tokenizer"] == "bpe":
+        return Bpe.of(text)
+    return Own.of(text, tuple(about["begin"]), about["end"])

@@ -1,4 +1,5 @@
-"""From a word (preset, directory, hub id) to a config, and from a config to the facts that the design wing reads.
+"""From a word (preset, directory, hub id) to a config and the weights beside it, and from a config to the facts that the
+design wing reads.
 
 The model is built on the meta device, so that a model of any size is read in milliseconds and without memory.
 """
@@ -26,14 +27,18 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ...design.errors import PlanError, divisors, listed, nearest
 from ...design.facts import ModelFacts, ParameterFact
+from . import weights as real
 from .attention import PLAIT
+from .files import INDEX, SINGLE
+from .initial import find_tied
 from .tensor_plan import cut_dim, kv_heads, pieces, tensor_plan
 
 FAMILIES = ("gemma2", "gemma3_text", "gpt2", "llama", "mistral", "mixtral", "phi3", "qwen3")
 """Families that plait has proven. Others come with the checks that prove them."""
 
 BLOCK_LISTS = ("layers", "h", "blocks", "block", "layer")
-WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth")
+TOKENIZER = "tokenizer.json"
+FROM_HUB = ("config.json", SINGLE, INDEX, "model-*-of-*.safetensors", TOKENIZER, "tokenizer_config.json")
 MOST_BLOCKS = 10_000
 """Reading a model makes its modules: a mistyped count would take minutes and gigabytes before any rule is asked."""
 HUB_WAIT_S = 5
@@ -45,11 +50,20 @@ LARGEST_SIZE = 2**31 - 1
 
 @dataclass(frozen=True)
 class Model:
-    """A model that has been read, not yet built: its transformers config and its facts."""
+    """A model that has been read, not yet built: its transformers config and its facts; where its weights are (None: they
+    are drawn); and its tokenizer.json where it has one."""
 
     name: str
     config: Any
     facts: ModelFacts
+    weights: real.Weights | None = None
+    tokenizer: Path | None = None
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The token ids that end a text, by the config."""
+        found = getattr(self.config, "eos_token_id", None)
+        return () if found is None else (found,) if isinstance(found, int) else tuple(found)
 
 
 def presets() -> list[str]:
@@ -57,12 +71,21 @@ def presets() -> list[str]:
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
 
 
-def read(model: str) -> Model:
-    """The model named `model`; whatever is wrong with the name or the config is a `PlanError`."""
-    config = _config(model)
+def read(model: str, *, weights: bool = True) -> Model:
+    """The model named `model`; whatever is wrong with the name, the config or the weights is a `PlanError`. Without
+    `weights` they are left alone, and those of the result are drawn."""
+    config, folder = _config(model, weights)
     _refuse_what_is_not_proven(model, config)
     _refuse_bad_values(model, config)
-    return from_config(model, config)
+    found = from_config(model, config)
+    if folder is None or not weights:
+        return found
+    meta = build_on_meta(config)
+    aliases = {name: f"{tied.owner}.{tied.tensor}" for name, tied in find_tied(meta).items()}
+    tokenizer = folder / TOKENIZER
+    return replace(
+        found, weights=real.find(folder, meta, aliases), tokenizer=tokenizer if tokenizer.is_file() else None
+    )
 
 
 def from_config(name: str, config: Any) -> Model:
@@ -75,38 +98,46 @@ def from_config(name: str, config: Any) -> Model:
         raise PlanError(f"transformers cannot build {name} from its config: {_said(error)}.") from None
 
 
-def _config(model: str) -> Any:
+def _config(model: str, weights: bool) -> tuple[Any, Path | None]:
+    """The config, and the directory that it stands in."""
     folder = Path(model)
     if model in presets():
-        return _config_from_text((resources.files(__package__) / "presets" / f"{model}.json").read_bytes(), model)
+        text = (resources.files(__package__) / "presets" / f"{model}.json").read_bytes()
+        return _config_from_text(text, model), None
     try:
         is_folder, exists = folder.is_dir(), folder.exists()
     except OSError as error:  # a name too long for the system, say
         raise PlanError(f"The model {model} cannot be read: {(error.strerror or 'unknown error').lower()}.") from None
     if is_folder:
-        return _config_from_folder(folder)
+        return _config_from_folder(folder), folder
     if exists:
         raise PlanError(f"{model} is a file; give the directory that holds config.json.")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        return _config_from_hub(model)
+        return _from_hub(model, weights)
     raise PlanError(
         f"There is no preset or directory '{model}'.{nearest(model, presets())} Presets: {listed(presets())}."
     )
 
 
-def _config_from_hub(model: str) -> Any:
+def _from_hub(model: str, weights: bool) -> tuple[Any, Path | None]:
+    """The config of a hub id, and with `weights` the directory in the hub's cache that has those and the tokenizer."""
     endpoint = urlsplit(huggingface_hub.constants.ENDPOINT)
     host, port = endpoint.hostname or "", endpoint.port or (80 if endpoint.scheme == "http" else 443)
+    offline = "HF_HUB_OFFLINE is set, and no copy of it is here" if huggingface_hub.constants.HF_HUB_OFFLINE else None
     try:
         # Asked first because the hub's client tries for half a minute when there is no network at all.
-        if not getproxies():
+        if not offline and not getproxies():
             socket.create_connection((host, port), HUB_WAIT_S).close()
-        offline = None
     except OSError as error:
         offline = f"{host} cannot be reached: {(error.strerror or str(error)).lower()}, and no copy of it is here"
+    alone = offline is not None
     try:
-        file = huggingface_hub.hf_hub_download(model, "config.json", local_files_only=offline is not None)
-        return _config_from_text(Path(file).read_bytes(), model)
+        if weights:
+            found = huggingface_hub.snapshot_download(model, allow_patterns=list(FROM_HUB), local_files_only=alone)
+            file = Path(found) / "config.json"
+        else:
+            file = Path(huggingface_hub.hf_hub_download(model, "config.json", local_files_only=alone))
+        config = _config_from_text(file.read_bytes(), model)
     except PlanError:
         raise
     except Exception as error:  # the hub's client raises many kinds; each means the same to the user
@@ -114,18 +145,19 @@ def _config_from_hub(model: str) -> Any:
             f"{model} is not a directory here, and the hub gave no config for it ({offline or _said(error)}). "
             f"Presets that need no hub: {listed(presets())}."
         ) from None
+    if weights and not any((file.parent / name).is_file() for name in (SINGLE, INDEX)):
+        where = "the copy that is here, and the hub cannot be asked," if alone else "the hub"
+        raise PlanError(
+            f"{model} has no weights in safetensors ({where} holds no {SINGLE} or {INDEX}). To train it from random "
+            f"weights, copy {file} alone into a directory."
+        )
+    return config, file.parent if weights else None
 
 
 def _config_from_folder(folder: Path) -> Any:
     file = folder / "config.json"
     if not file.is_file():
         raise PlanError(f"{folder} has no config.json.")
-    weights = sorted(found.name for pattern in WEIGHTS for found in folder.glob(pattern))
-    if weights:
-        raise PlanError(
-            f"{folder} holds weights ({weights[0]}), which this version cannot load yet; it trains from random "
-            f"weights only. Copy config.json alone into a directory to do that."
-        )
     try:
         text = file.read_bytes()
     except OSError as error:
@@ -209,7 +241,7 @@ def _refuse_bad_values(model: str, config: Any) -> None:
     if width % 2:
         raise PlanError(f"{model} has head_dim {width}; rotary positions turn pairs, so it must be even.")
     # One set of parameters for all layers, or one for each kind of layer.
-    for parameters in [rope] if "rope_type" in rope or "rope_theta" in rope else rope.values():
+    for parameters in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
         _refuse_bad_rope(model, parameters)
 
 

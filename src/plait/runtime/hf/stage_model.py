@@ -27,7 +27,7 @@ from ...design.sharding import Sharding
 from ..batch import Batch
 from .attention import PLAIT, Sight, told_apart
 from .dropout import Dropping, begins, drops
-from .initial import fill, find_tied, take
+from .initial import fill, find_tied, start, take
 from .read import Model, build_on_meta, find_blocks
 from .tensor_plan import tensor_plan
 
@@ -95,6 +95,7 @@ class StageModel:
     ) -> None:
         mesh, stage = sharding.mesh, sharding.mesh.coordinate(rank)["pp"]
         self.module = build_on_meta(model.config, attention=attention)
+        self._weights = model.weights
         self.dtype = dtype
         self.step = 0
         """Of the run: what dropout is keyed by, beside the samples."""
@@ -133,14 +134,14 @@ class StageModel:
         return {names.get(name, name): p for name, p in self.module.named_parameters()}
 
     def materialise(self, sharding: Sharding, rank: int, seed: int, device: torch.device) -> None:
-        """Draws the initial weights and keeps this rank's slices, module by module: no more than one module is ever
-        whole. The draw depends on the seed and the module's name alone, so every layout starts from the same bits."""
+        """Reads or draws the initial weights and keeps this rank's slices, module by module: no more than one module is
+        ever whole. A draw depends on the seed and the module's name alone, so every layout starts from the same bits."""
 
-        def keep(name: str, whole: Tensor) -> Tensor:
+        def keep(name: str, whole: Any) -> Tensor:
             mine = take(sharding.parameter(name), whole, sharding.mesh, rank)
             return mine.to(device, self.dtype, copy=True).contiguous()
 
-        fill(self.module, self._tied, seed, keep, device)
+        fill(self.module, self._tied, start(self.module, self._weights, seed), keep, device)
 
     def forward(self, batch: Batch, received: Tensor | None) -> Tensor:
         """Tokens [b, s] (and the hidden state [b, s, hidden] of the stage before) -> hidden state or logits."""

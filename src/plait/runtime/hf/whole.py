@@ -8,17 +8,22 @@ from torch import Tensor
 from ..batch import Batch
 from .attention import told_apart
 from .dropout import Dropping, begins, drops
-from .initial import fill, find_tied
+from .initial import fill, find_tied, start
 from .read import Model, build_on_meta, find_blocks
 
 
 class WholeModel:
-    """`forward(batch)` gives the logits [b, s, V]. It starts from the same weights as every layout of the same seed."""
+    """`forward(batch)` gives the logits [b, s, V]. It starts from the same weights as every layout: the model's own, read
+    whole, or those of the same seed."""
 
     def __init__(self, model: Model, seed: int, dtype: torch.dtype) -> None:
         self.module = build_on_meta(model.config, attention="own")
         self.step = 0
-        fill(self.module, find_tied(self.module), seed, lambda name, drawn: drawn.to(dtype), torch.device("cpu"))
+        tensors = start(self.module, model.weights, seed)
+        fill(
+            self.module, find_tied(self.module), tensors, lambda _, whole: whole[...].to(dtype, copy=True),
+            torch.device("cpu"),
+        )  # fmt: skip
         self._dropping = Dropping(seed) if drops(self.module) else None
         if self._dropping is not None:
             for number, block in enumerate(find_blocks(self.module)[1]):

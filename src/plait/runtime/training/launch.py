@@ -10,8 +10,8 @@ from ...design.plan import Plan, validate
 from ..comm.nursery import launch as fork
 from ..comm.world import Rendezvous, World
 from ..data.batches import Batches
-from ..data.tokens import prepare
-from ..hf.read import read
+from ..data.tokens import Corpus, TokenizerFile, prepare
+from ..hf.read import Model, read
 
 
 def launch(main: Callable[[World], Any], plan: Plan) -> list[Any]:
@@ -34,4 +34,10 @@ def launch(main: Callable[[World], Any], plan: Plan) -> list[Any]:
 
 def batches(plan: Plan, world: World) -> Batches:
     """This rank's rows of the plan's data, one batch a step. Tokenises the data once and keeps it in a cache."""
-    return Batches(prepare(plan, read(plan.model).facts.vocabulary), plan, world.rank)
+    return Batches(corpus(plan, read(plan.model)), plan, world.rank)
+
+
+def corpus(plan: Plan, model: Model) -> Corpus:
+    """The plan's data in the tokens of the plan's tokenizer, which may be the model's own."""
+    own = TokenizerFile(model.tokenizer, model.ends, learnt=model.weights is not None)
+    return prepare(plan, model.facts.vocabulary, own=own)
