@@ -36,7 +36,7 @@ def test_a_right_layout_is_found_right(nursery: Nursery, tiny: Models, seed: int
         assert verdict.passed, (drawn, verdict.numerics, verdict.departures[:5], verdict.cause)
     assert (wide.steps, shipped.numerics) == (min(drawn.plan["steps"], len(drawn.kinds)), drawn.plan["compute"])
     # That no alarm is raised is no luck: fp64 stays far below its bound, and rounding well below what it may explain.
-    assert max(row.used for row in wide.worst) < 0.1, (drawn, wide.worst)
+    assert max(row.used for row in wide.worst) < 0.2, (drawn, wide.worst)
     assert max(row.used for row in shipped.worst) < 0.8, (drawn, shipped.worst)
 
 

@@ -60,7 +60,7 @@ def _unknown(e: Evidence) -> str:
         return f"none of the usual{so_far}"
     rank = max(e.wrong, key=lambda r: float((e.held[r].double() - e.own(e.whole, r).double()).abs().max()))
     off = (e.held[rank].double() - e.own(e.whole, rank).double()).abs() > e.departure.bound
-    within = [sorted({int(i) for i in index}) for index in torch.nonzero(off).unbind(1)] if off.dim() else []
+    within = [sorted({int(i) for i in index}) for index in torch.nonzero(off).unbind(1)] if off.any() else []
     box = ", ".join(f"{side[0]}-{side[-1]}" for side in within)
     share = f": on rank {rank} {int(off.sum())} of {off.numel()} elements depart, within [{box}]" if box else ""
     return f"none of the usual{share}{so_far}"

@@ -89,7 +89,7 @@ def _rows_in(e: Evidence, rank: int, dim: int) -> list[int] | None:
     """Which rows of the whole (along `dim`) the rank's rows are, or None when they are none of them."""
     box, held = e.boxes(rank)[0], e.held[rank].double()
     others = tuple(slice(None) if d == dim else slice(*side) for d, side in enumerate(box))
-    mine, all_rows = (x.movedim(dim, 0).flatten(1) for x in (held, e.whole[others].double()))
+    mine, all_rows = (x.movedim(dim, 0).unsqueeze(-1).flatten(1) for x in (held, e.whole[others].double()))
     if not mine.numel():
         return None
     # Rows are told apart by their product with one random vector, and then compared.
