@@ -83,7 +83,9 @@ class Command:
                 continue
             if int(values[3]) == self.pid and values[0] not in "ZX":
                 found.append(int(stat.parent.name))
-        return sorted(found)
+        # In the order in which they were forked: numbers begin anew when they have all been used.
+        most = int(Path("/proc/sys/kernel/pid_max").read_text())
+        return sorted(found, key=lambda pid: (pid - self.pid) % most)
 
     def ranks(self, count: int) -> list[int]:
         """The processes of the ranks by rank, once all `count` of them live."""

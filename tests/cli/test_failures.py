@@ -104,7 +104,7 @@ def test_a_signal_while_the_ranks_start(
     mark = tmp_path / "mark"
     stop = f"import pathlib, time; pathlib.Path({str(mark)!r}).touch(); time.sleep(600)"
     before = {
-        "text": f"import plait.runtime.data.tokens as t\ndef stuck(*a, **k):\n    {stop}\nt.prepare = stuck",
+        "text": f"import plait.runtime.training.launch as t\ndef stuck(*a, **k):\n    {stop}\nt.corpus = stuck",
         "world": f"import plait.runtime.comm.world as w\ndef stuck(*a, **k):\n    {stop}\nw.file_store = stuck",
     }[moment]
     command = plait.start(*small, "--dp", 2, "--out", tmp_path / "new" / "run", before=before)
