@@ -47,7 +47,9 @@ def losses(folder: str, changes: dict[str, Any]) -> Any:
         with wide():
             run = build(plan, world, wide=True)
             mine = own_rows(plan, world.rank)
-            reports = [run.step(one.slice(mine.start, mine.stop)) for one in awkward_batches(plan, 96, 3, ("mixed", "plain"))]
+            reports = [
+                run.step(one.slice(mine.start, mine.stop)) for one in awkward_batches(plan, 96, 3, ("mixed", "plain"))
+            ]
         return [[report.loss, report.grad_norm] for report in reports]
 
     return launch(main, plan)

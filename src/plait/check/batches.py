@@ -29,8 +29,8 @@ ORDINARY = ("mixed", "empty rank", "plain")
 
 
 def awkward_batches(plan: Plan, vocabulary: int, count: int, kinds: Sequence[str] = ORDINARY) -> list[Batch]:
-    """`count` global batches of random tokens, of the `kinds` in turn. Tokens do not depend on the layout; which rows of an
-    "empty rank" have targets does."""
+    """`count` global batches of random tokens, of the `kinds` in turn. Tokens do not depend on the layout; which rows of
+    an "empty rank" have targets does."""
     generator = torch.Generator().manual_seed(plan.seed)
     return [
         KINDS[kinds[number % len(kinds)]](plan, _plain(plan, vocabulary, generator, number), generator)
