@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
 from ..work import Work, adamw, model, tokens
 from .contestant import Seat, Step
 
 
-def whole_model_step(work: Work, rank: int, ranks: int) -> Step:
-    """The plain step of one process on its share of the rows."""
-    net, rows = model(work), tokens(work).chunk(ranks)[rank]
-    optimizer = adamw(work, net.parameters())
+def plain_step(net: Module, rows: Tensor, optimizer: Optimizer) -> Step:
+    """Forward, backward and update, whatever `net` does to be on several ranks."""
 
     def step() -> float:
         optimizer.zero_grad()
@@ -19,6 +21,12 @@ def whole_model_step(work: Work, rank: int, ranks: int) -> Step:
         return float(loss)
 
     return step
+
+
+def whole_model_step(work: Work, rank: int, ranks: int) -> Step:
+    """The plain step of one process on its share of the rows."""
+    net, rows = model(work), tokens(work).chunk(ranks)[rank]
+    return plain_step(net, rows, adamw(work, net.parameters()))
 
 
 def race(work: Work, seat: Seat) -> None:

@@ -7,19 +7,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..work import Work, adamw, model, tokens
 from .contestant import Seat
+from .one_process import plain_step
 
 
 def race(work: Work, seat: Seat) -> None:
     dist.init_process_group("gloo")
     net, rows = DistributedDataParallel(model(work)), tokens(work).chunk(seat.ranks)[seat.rank]
     optimizer = adamw(work, net.parameters())
-
-    def step() -> float:
-        optimizer.zero_grad()
-        loss = net(input_ids=rows, labels=rows).loss
-        loss.backward()
-        optimizer.step()
-        return float(loss)
-
-    seat.serve(step)
+    seat.serve(plain_step(net, rows, optimizer))
     dist.destroy_process_group()

@@ -6,19 +6,12 @@ import torch.distributed as dist
 
 from ..work import Work, adamw, model, tokens
 from .contestant import Seat
+from .one_process import plain_step
 
 
 def race(work: Work, seat: Seat) -> None:
     dist.init_process_group("gloo")
     net, rows = model(work, tp_plan="auto"), tokens(work)
     optimizer = adamw(work, net.parameters(), foreach=False)
-
-    def step() -> float:
-        optimizer.zero_grad()
-        loss = net(input_ids=rows, labels=rows).loss
-        loss.backward()
-        optimizer.step()
-        return float(loss)
-
-    seat.serve(step)
+    seat.serve(plain_step(net, rows, optimizer))
     dist.destroy_process_group()

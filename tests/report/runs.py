@@ -70,6 +70,6 @@ def folder(where: Path, made_: RunRecord, *, steps: int = 30, samples: Sequence[
     """The files that such a run would have left, but the pictures."""
     where.mkdir(parents=True, exist_ok=True)
     record.write(made_, where)
-    record.write_samples(list(samples), where)
+    record.add_samples(list(samples), where)
     (where / record.METRICS).write_text("".join(json.dumps(line) + "\n" for line in metrics(steps)))
     return where

@@ -11,11 +11,9 @@ import json
 import os
 import time
 from collections.abc import Callable
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -28,6 +26,7 @@ from ..runtime.comm.world import World
 from ..runtime.data import batches as dealt
 from ..runtime.hf.read import Model
 from ..runtime.training.assemble import build
+from ..runtime.training.replicas import digest
 from ..runtime.training.step import Run
 from .cause import explained
 from .evidence import Evidence
@@ -115,11 +114,11 @@ class _Desk:
         held = self._observer.seen.get(key)
         if held is None:
             return Found(float("inf"))
-        digest = _digest(held) if place.quantity in PARTS else ""
+        bits = digest(held) if place.quantity in PARTS else 0
         reference = self._own(place, held, whole.get_slice(key))
         if held.shape != reference.shape or (place.quantity in PARTS and held.dtype != reference.dtype):
-            return Found(float("inf"), None, digest)
-        return Found(*_difference(held.cpu(), reference, self._slack(place, whole)), digest)
+            return Found(float("inf"), None, bits)
+        return Found(*_difference(held.cpu(), reference, self._slack(place, whole)), bits)
 
     def _slack(self, place: Place, whole: Any) -> Tensor | None:
         """By how much each element of a weight's slice may be off beyond the bound (rounding.py); None for not at all."""
@@ -211,11 +210,6 @@ def _difference(held: Tensor, reference: Tensor, slack: Tensor | None) -> tuple[
     ratio = float((held * reference).sum()) / square if square else None
     finite = deviation == deviation
     return (deviation if finite else float("inf")), (ratio if finite else None)
-
-
-def _digest(held: Tensor) -> str:
-    raw = held.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return blake2b(raw.tobytes(), digest_size=8).hexdigest()
 
 
 def _write(file: Path, value: Any) -> None:

@@ -56,7 +56,7 @@ def _one(place: Place, found: Mapping[int, Found], scale: float, bound: float) -
 def _copies(place: Place, found: Mapping[int, Found], sharding: Sharding) -> tuple[Departure, bool]:
     """Ranks that hold the same box of a part hold the same bits."""
     parameter = sharding.parameter(place.name)
-    by_box: dict[Any, dict[str, list[int]]] = {}
+    by_box: dict[Any, dict[int, list[int]]] = {}
     for rank, mine in found.items():
         box = boxes_of(parameter, place.quantity, sharding.mesh, rank)
         by_box.setdefault(box, {}).setdefault(mine.digest, []).append(rank)

@@ -147,7 +147,7 @@ class Found:
 
     deviation: float
     ratio: float | None = None
-    digest: str = ""
+    digest: int = 0
 
 
 @dataclass(frozen=True)

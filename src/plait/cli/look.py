@@ -5,9 +5,9 @@ Every rank must ask, on the same steps; rank 0 (the one with a view) writes and 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from ..report.record import Sample, add_samples
 from ..runtime.data.held_out import EvalBatches, evaluation_part
 from ..runtime.data.tokens import Corpus
 from ..runtime.training.evaluate import evaluate
@@ -15,8 +15,6 @@ from ..runtime.training.loop import Metrics
 from ..runtime.training.sample import sample
 from ..runtime.training.step import Run
 from .view import View, printable
-
-SAMPLES = "samples.jsonl"
 
 
 class Look:
@@ -29,11 +27,9 @@ class Look:
     ) -> None:  # fmt: skip
         self._run, self._corpus, self._prompts, self._count = run, corpus, prompts, count
         self._metrics, self._view = metrics, view
-        self._file = folder / SAMPLES
+        self._folder = folder
         part = evaluation_part(corpus, run.plan)
         self._batches = None if part is None else EvalBatches(part, run.plan, run.world.rank)
-        if view is not None:
-            self._file.unlink(missing_ok=True)  # an earlier run's
 
     def after(self, step: int) -> None:
         plan, last = self._run.plan, step == self._run.steps
@@ -67,10 +63,9 @@ class Look:
         return found
 
     def _write(self, step: int, texts: list[str]) -> None:
-        """One line a text: {"step", "prompt", "text"}, the text without its prompt."""
-        with self._file.open("a", encoding="utf-8") as lines:
-            for prompt, text in zip(self._prompts, texts, strict=False):
-                lines.write(json.dumps({"step": step, "prompt": prompt, "text": text.removeprefix(prompt)}) + "\n")
+        """One line a text, without its prompt."""
+        found = zip(self._prompts, texts, strict=False)
+        add_samples([Sample(step, prompt, text.removeprefix(prompt)) for prompt, text in found], self._folder)
 
 
 def shown(texts: list[str]) -> str:

@@ -96,9 +96,10 @@ def write(record: RunRecord, folder: Path) -> None:
     (folder / NAME).write_text(text, encoding="utf-8")
 
 
-def write_samples(samples: list[Sample], folder: Path) -> None:
-    lines = "".join(json.dumps(plain(sample)) + "\n" for sample in samples)
-    (folder / SAMPLES).write_text(lines, encoding="utf-8")
+def add_samples(samples: list[Sample], folder: Path) -> None:
+    """Adds a line for each to samples.jsonl."""
+    with (folder / SAMPLES).open("a", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(plain(sample)) + "\n" for sample in samples)
 
 
 def read(folder: Path) -> tuple[RunRecord, list[Metric], list[Sample]]:

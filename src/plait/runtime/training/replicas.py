@@ -21,7 +21,7 @@ def agree(run: Run) -> None:
     """Raises a `BadNumbersError` that names the first part whose copies differ, and the ranks. All ranks must call."""
     world, held = run.world, run.sharding.parameters
     weights = run.body.parameters()
-    mine = [_digest(weights[one.name]) if one.name in weights else 0 for one in held]
+    mine = [digest(weights[one.name]) if one.name in weights else 0 for one in held]
     everyones = all_gather(torch.tensor(mine, device=world.device), world.everyone, why="replicas").tolist()
     for number, one in enumerate(held):
         first: dict[tuple[Box, ...], int] = {}
@@ -37,6 +37,7 @@ def agree(run: Run) -> None:
                 )
 
 
-def _digest(weight: Tensor) -> int:
+def digest(weight: Tensor) -> int:
+    """64 bits that stand for a tensor's bits."""
     raw = weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     return int.from_bytes(blake2b(raw.tobytes(), digest_size=8).digest(), "little", signed=True)
