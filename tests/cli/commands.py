@@ -74,14 +74,15 @@ class Command:
         return Ended(code, self.read("out"), self.read("err"), time.monotonic() - self.begun)
 
     def processes(self) -> list[int]:
-        """Every living process of the run, the parent first: its session is nobody else's."""
+        """Every living process of the run, the parent first: its session is nobody else's. One whose first thread has
+        ended lives, and holds its ports, until its last thread has."""
         found = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
                 values = stat.read_text().rpartition(")")[2].split()
             except OSError:
                 continue
-            if int(values[3]) == self.pid and values[0] not in "ZX":
+            if int(values[3]) == self.pid and (values[0] not in "ZX" or _threads(stat.parent) > 1):
                 found.append(int(stat.parent.name))
         # In the order in which they were forked: numbers begin anew when they have all been used.
         most = int(Path("/proc/sys/kernel/pid_max").read_text())
@@ -95,6 +96,13 @@ class Command:
     def stepping(self, metrics: Path) -> None:
         """Returns when the run has taken a step."""
         until(lambda: metrics.exists() and metrics.stat().st_size > 0, lambda: self.read("err"))
+
+
+def _threads(process: Path) -> int:
+    try:
+        return len(list((process / "task").iterdir()))
+    except OSError:
+        return 0
 
 
 def until(true: Any, otherwise: Any = str) -> None:

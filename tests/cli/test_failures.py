@@ -60,8 +60,9 @@ def test_p110_a_rank_that_is_killed_ends_the_run_and_is_named(
     assert time.monotonic() - begun < SEEN_S + SAID_S
     assert ended.code == 3
     assert ended.sentence.startswith(f"Rank {rank} was ended by signal {int(number)} ({number.name})")
-    # It may have gone inside a call to which all had come, or before it came to one.
-    assert any(re.match(rf"rank {rank}: dead; (never came; last |last waited in: )", line) for line in ended.ranks)
+    # It may have gone before it came to a call, between coming and waiting, or while it waited.
+    dead = rf"rank {rank}: dead; (never came; last |last (waited in|finished): )"
+    assert any(re.match(dead, line) for line in ended.ranks), ended.err
     where = rf"(for ranks? .*\b{rank}\b.* in .*\.py:\d+|in .*\.py:\d+, to which all have come), step \d+$"
     assert any(re.match(rf"ranks? .*: waiting {where}", line) for line in ended.ranks), ended.err
     assert not command.processes()
