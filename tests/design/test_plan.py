@@ -15,7 +15,7 @@ from plait.design.errors import PlanError
 from plait.design.facts import ModelFacts
 from plait.design.mesh import AXES
 from plait.design.plan import RULES, Plan, legal_tp, validate
-from plait.design.schedule import SCHEDULES
+from plait.design.schedule import METHODS
 from plait.design.sharding import shard
 from tests.design.facts import llama
 
@@ -156,7 +156,7 @@ plans = st.builds(
     dp=st.integers(1, 4),
     tp=st.integers(1, 5),
     pp=st.integers(1, 6),
-    schedule=st.sampled_from([*SCHEDULES, "zigzag"]),
+    schedule=st.sampled_from([*METHODS, "zigzag"]),
     microbatches=st.integers(1, 5),
     batch=st.integers(1, 30),
     seq=st.sampled_from([8, 128, 200]),

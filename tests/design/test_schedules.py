@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from plait.design.errors import PlanError
 from plait.design.schedule import (
     FORWARD_ONLY,
-    SCHEDULES,
+    METHODS,
     Action,
     Kind,
     Schedule,
@@ -29,7 +29,7 @@ from plait.design.schedule import (
 )
 from plait.design.simulate import simulate
 
-CASES = [(name, p, m) for name in SCHEDULES for p in (1, 2, 3, 4, 8) for m in range(1, 17) if name != "naive" or m == 1]
+CASES = [(name, p, m) for name in METHODS for p in (1, 2, 3, 4, 8) for m in range(1, 17) if name != "naive" or m == 1]
 EVERY = pytest.mark.parametrize(("name", "p", "m"), CASES)
 SMALL = pytest.mark.parametrize(("name", "p", "m"), [("naive", 3, 1), ("gpipe", 3, 3), ("1f1b", 3, 4), ("1f1b", 2, 3)])
 

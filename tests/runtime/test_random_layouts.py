@@ -13,7 +13,7 @@ from plait.check.batches import KINDS, awkward_batches
 from plait.check.places import Verdict
 from plait.check.proof import prove
 from plait.design.plan import Plan
-from plait.design.schedule import SCHEDULES
+from plait.design.schedule import METHODS
 from plait.runtime.hf.read import read
 from tests.conftest import Models
 from tests.draws import ACTIVATIONS, ROPES, SEEDS, Draw, draw
@@ -86,7 +86,7 @@ SHARES: dict[str, tuple[int, Callable[[Draw], Any]]] = {
 }
 """What at least so many of a hundred draws are."""
 EACH: dict[str, tuple[int, Iterable[Any], Callable[[Draw], Any]]] = {
-    "schedule": (10, SCHEDULES, lambda d: d.plan["schedule"]),
+    "schedule": (10, METHODS, lambda d: d.plan["schedule"]),
     "compute": (30, ("fp32", "bf16"), lambda d: d.plan["compute"]),
     "lr_schedule": (10, ("cosine", "linear", "constant"), lambda d: d.plan["lr_schedule"]),
     "warmup": (10, (0, 1, 3), lambda d: d.plan["warmup"]),

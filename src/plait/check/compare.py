@@ -68,6 +68,7 @@ class _Desk:
         self._plan, self._run, self._observer = plan, run, observer
         self._model, self._folder, self._numerics = model, folder, numerics
         self._world = run.world
+        self._run_has_loss = run.has_loss
         self._sent = [row for row in traffic(plan, model.facts, wide=numerics == "wide") if row.rank == run.world.rank]
         self._boxes = {
             quantity: {
@@ -106,7 +107,7 @@ class _Desk:
         if place.microbatch // plan.microbatches != here["dp"]:
             return False
         if place.quantity == "share":
-            return bool(here["pp"] == plan.pp - 1)
+            return self._run_has_loss
         return place.quantity == "batch" or place.name in self._observer.modules
 
     def _find(self, step: int, key: str, whole: Any) -> Found:

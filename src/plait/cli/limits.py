@@ -10,8 +10,8 @@ from ..design.errors import PlanError
 from ..design.facts import ModelFacts
 from ..design.plan import Plan
 
-MOST = {"ranks": 1 << 16, "dp": 1 << 16, "tp": 1 << 16, "pp": 1 << 16, "microbatches": 1 << 16, "batch": 1 << 20,
-        "seq": 1 << 24, "seed": (1 << 63) - 1, "steps": 1 << 40, "epochs": 1 << 40, "warmup": 1 << 40,
+MOST = {"ranks": 1 << 16, "dp": 1 << 16, "tp": 1 << 16, "pp": 1 << 16, "microbatches": 1 << 16, "chunks": 1 << 16,
+        "batch": 1 << 20, "seq": 1 << 24, "seed": (1 << 63) - 1, "steps": 1 << 40, "epochs": 1 << 40, "warmup": 1 << 40,
         "eval_every": 1 << 40, "sample_every": 1 << 40}  # fmt: skip
 MOST_SLOTS = 1 << 15
 """Stages x microbatches of one schedule. Its table is made and proven before a step: 32,768 take some seconds."""
@@ -25,14 +25,14 @@ def refuse_sizes(plan: Plan) -> None:
         value = getattr(plan, key)
         if value > most:
             raise PlanError(f"{key} {value} is more than any run has: the most is {most:,}.")
-    refuse_schedule(plan.pp, plan.microbatches)
+    refuse_schedule(plan.stages, plan.microbatches)
 
 
-def refuse_schedule(pp: int, microbatches: int) -> None:
-    if pp * microbatches > MOST_SLOTS:
+def refuse_schedule(stages: int, microbatches: int) -> None:
+    if stages * microbatches > MOST_SLOTS:
         raise PlanError(
-            f"pp {pp} x microbatches {microbatches} = {pp * microbatches} places in a schedule, and the most is "
-            f"{MOST_SLOTS:,}: set microbatches {max(1, MOST_SLOTS // pp)} or less."
+            f"{stages} pipeline stages x microbatches {microbatches} = {stages * microbatches} places in a schedule, and "
+            f"the most is {MOST_SLOTS:,}: set microbatches {max(1, MOST_SLOTS // stages)} or less."
         )
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import typer
 
-from ..design.errors import PlanError
-from ..design.schedule import check, live_microbatches, lower, make
+from ..design.errors import PlanError, listed
+from ..design.schedule import METHODS, check, live_microbatches, lower, make, method
 from ..design.simulate import simulate
 from ..report import timeline
 from .limits import refuse_schedule
@@ -15,14 +15,15 @@ from .terminal import Terminal
 
 
 def schedule(
-    name: str = typer.Argument(help="naive, gpipe or 1f1b."),
-    pp: int = typer.Option(4, help="Pipeline stages."),
+    name: str = typer.Argument(help=f"{listed(METHODS)}."),
+    pp: int = typer.Option(4, help="Pipeline ranks."),
+    chunks: int = typer.Option(0, help="Stages on each rank; 0: the least that the schedule takes."),
     microbatches: int = typer.Option(8, help="Microbatches in a step."),
     svg: Path | None = typer.Option(None, help="Also write the picture to this file."),
 ) -> None:
     """Draw a schedule in the terminal, a backward taken to last twice a forward."""
-    refuse_schedule(pp, microbatches)
-    table = lower(make(name, pp, microbatches))
+    refuse_schedule(pp * (chunks or method(name).chunks[0]), microbatches)
+    table = lower(make(name, pp, microbatches, chunks))
     check(table)
     played = simulate(table)
     title = f"{name}, {pp} stages, {microbatches} microbatches"

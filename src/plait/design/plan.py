@@ -16,7 +16,7 @@ from .errors import PlanError, divisors, listed, nearest
 from .facts import ModelFacts
 from .layout import balanced
 from .mesh import AXES, Mesh
-from .schedule import make
+from .schedule import METHODS, Schedule, make, method
 from .styles import style
 
 
@@ -44,7 +44,8 @@ class Plan(BaseModel):
     dp: int = Field(1, ge=1, description="Data parallel degree.")
     tp: int = Field(1, ge=1, description="Tensor parallel degree.")
     pp: int = Field(1, ge=1, description="Pipeline parallel degree.")
-    schedule: str = Field("1f1b", description="Pipeline schedule: naive, gpipe or 1f1b.")
+    schedule: str = Field("1f1b", description=f"Pipeline schedule: {listed(METHODS)}.")
+    chunks: int = Field(0, ge=0, description="Pipeline stages on each rank; 0: the least that the schedule takes.")
     microbatches: int = Field(1, ge=1, description="Microbatches a step on each data parallel rank.")
     batch: int = Field(8, ge=1, description="Rows in one step, over all ranks.")
     seq: int = Field(128, ge=1, description="Tokens in a row.")
@@ -89,6 +90,24 @@ class Plan(BaseModel):
     @property
     def world(self) -> int:
         return self.dp * self.tp * self.pp
+
+    @property
+    def stages_per_rank(self) -> int:
+        return self.chunks or method(self.schedule).chunks[0]
+
+    @property
+    def stages(self) -> int:
+        """The pipeline's stages: pp ranks with so many each."""
+        return self.pp * self.stages_per_rank
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The place on the pp axis of every stage."""
+        return method(self.schedule).place(self.pp, self.stages_per_rank)
+
+    def table(self) -> Schedule:
+        """Its schedule: computation only."""
+        return make(self.schedule, self.pp, self.microbatches, self.chunks)
 
     @property
     def microbatch_rows(self) -> int:
@@ -155,16 +174,21 @@ def batch_divides(plan: Plan, facts: ModelFacts) -> str | None:
 
 def schedule_is_known(plan: Plan, facts: ModelFacts) -> str | None:
     try:
-        make(plan.schedule, plan.pp, plan.microbatches)
+        plan.table()
     except PlanError as error:
         return str(error)
     return None
 
 
 def blocks_fill_stages(plan: Plan, facts: ModelFacts) -> str | None:
-    if plan.pp <= facts.blocks:
+    if plan.stages <= facts.blocks:
         return None
-    have = facts.blocks
+    have, each = facts.blocks, plan.stages_per_rank
+    if each > 1:
+        return (
+            f"pp {plan.pp} x {each} stages a rank = {plan.stages} stages need a block each, but the model has {have} "
+            f"blocks: set pp {max(1, have // each)} or less, or another schedule."
+        )
     return f"pp {plan.pp} stages need a block each, but the model has {have} blocks: set pp {have} or less."
 
 
@@ -244,10 +268,13 @@ def validate(plan: Plan, facts: ModelFacts) -> None:
             raise PlanError(sentence)
 
 
+def stage_blocks(plan: Plan, facts: ModelFacts) -> list[tuple[int, int]]:
+    """(first, one after the last) block of every stage: sizes differ by at most one, the larger stages first."""
+    return [balanced(facts.blocks, plan.stages, stage) for stage in range(plan.stages)]
+
+
 def stage_of_block(plan: Plan, facts: ModelFacts, block: int) -> int:
-    """Blocks in order over the stages, sizes differing by at most one, the larger stages first."""
-    for stage in range(plan.pp):
-        start, stop = balanced(facts.blocks, plan.pp, stage)
+    for stage, (start, stop) in enumerate(stage_blocks(plan, facts)):
         if start <= block < stop:
             return stage
     raise ValueError(f"block {block} is not among {facts.blocks}")

@@ -78,8 +78,12 @@ def modules(sharding: Sharding, rows: list[Holding], *, spelt: bool = False) -> 
     names: list[str] = []
     tied: list[str] = []
     for row in rows:
-        part, stage = sharding.part(row.part), sharding.mesh.coordinate(row.rank)["pp"]
-        here = [module.rpartition(".")[2] for place, module in part.uses if place == stage]
+        part, where = sharding.part(row.part), sharding.mesh.coordinate(row.rank)["pp"]
+        here = [
+            module.rpartition(".")[2]
+            for (_, module), place in zip(part.uses, part.places, strict=True)
+            if place == where
+        ]
         # A head that is tied to the embedding comes last wherever the embedding is.
         tied += [name for name in here if len(part.uses) > 1 and name != part.uses[0][1].rpartition(".")[2]]
         name = blocks if row.block is not None else here[0]

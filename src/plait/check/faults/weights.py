@@ -225,8 +225,8 @@ def previous_gradient_kept() -> None:
 )  # fmt: skip
 def replica_drifts() -> None:
     @instead(Buckets, "finish")
-    def wrong(right: Any, self: Buckets) -> None:
-        right(self)
+    def wrong(right: Any, self: Buckets, stage: int) -> None:
+        right(self, stage)
         for buffer, group in zip(self.buffers, self._groups, strict=True):
             buffer.mul_(1 + 4 * torch.finfo(buffer.dtype).eps * group.index)
 

@@ -16,9 +16,10 @@ once. Bytes per token of a microbatch, h hidden, a heads of D, t tp:
     embedding   9 where t > 1          the tokens' places among the own rows, and the mask of those that are elsewhere
     head, loss  4 V / t + 18           fp32 exponentials, their sum, the target and its two masks; last stage only
 
-times the tokens of a microbatch, times the most microbatches that the schedule keeps alive on the rank. After Korthikanti
-et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4, with the log-sum-exp of flash
-attention in the place of its scores, and counted tensor by tensor as transformers' llama keeps them: on a CPU, where
+times the tokens of a microbatch, added up as the schedule has them alive on the rank. Where backward is split, what the
+linear layers read and the gradients of what they gave (`deferred`) live on until the backward of the weights. After
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4, with the
+log-sum-exp of flash attention in the place of its scores, and counted tensor by tensor as transformers' llama keeps them: on a CPU, where
 every row is one document, the count is exact. Left out: the masks of packed documents, tensors on their way between
 stages, what a kernel needs while it runs, a bf16 gradient before it is added to its bucket, what an allocator rounds up,
 and the process itself (interpreter, libraries, CUDA's context).
@@ -31,7 +32,7 @@ from itertools import groupby
 from ..facts import ModelFacts, ParameterFact
 from ..plan import Plan
 from ..records import MemoryBill
-from ..schedule import Schedule, live_microbatches, make
+from ..schedule import Schedule, peak
 from ..sharding import Sharding, shard
 from ..styles import STYLES
 from .traffic import ELEMENT, GRADIENT_ELEMENT
@@ -45,25 +46,29 @@ COUNTER = 4
 def memory(plan: Plan, facts: ModelFacts) -> list[MemoryBill]:
     """One bill a rank."""
     sharding = shard(facts, plan)
-    schedule = make(plan.schedule, plan.pp, plan.microbatches)
+    schedule = plan.table()
     return [_bill(plan, facts, sharding, schedule, rank) for rank in range(plan.world)]
 
 
 def _bill(plan: Plan, facts: ModelFacts, sharding: Sharding, schedule: Schedule, rank: int) -> MemoryBill:
-    stage = sharding.mesh.coordinate(rank)["pp"]
-    held = sharding.on_stage(stage)
+    place = sharding.mesh.coordinate(rank)["pp"]
+    held = sharding.at(place)
     item = ELEMENT[plan.compute]
     # A tied weight is used on both ends, and so is its bucket; its owner alone keeps state and master weight.
     used = sum(one.elements(sharding.mesh, rank) for one in held)
-    owned = [one for one in held if one.first.owner == stage]
+    owned = [one for one in held if one.first.owner == place]
     state = sum(one.elements(sharding.mesh, rank) for one in owned)
+    activations = peak(
+        schedule, place, forward=lambda stage: kept(plan, facts, sharding, stage),
+        deferred=lambda stage: deferred(plan, facts, sharding, stage),
+    )  # fmt: skip
     return MemoryBill(
         rank=rank,
         weights=used * item,
         master_weights=state * WIDE if item < WIDE else 0,
         gradients=used * GRADIENT_ELEMENT,
         state=2 * state * WIDE + COUNTER * len(owned),
-        activations=live_microbatches(schedule, stage) * kept(plan, facts, sharding, stage),
+        activations=int(activations),
     )
 
 
@@ -78,11 +83,33 @@ def kept(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int) -> int:
         token += 9 * (t > 1) * sum(fact.style == "embedding_rowwise" for fact in weights)
         if block is not None:
             token += (_matrices(weights) * item + WIDE * facts.heads) // t
-    last = stage == plan.pp - 1
+    last = stage == plan.stages - 1
     if last:
         token += WIDE * facts.vocabulary // t + 18
     # The loss of a microbatch is multiplied by one fp32 number.
     return token * plan.microbatch_rows * plan.seq + WIDE * last
+
+
+def deferred(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int) -> int:
+    """Bytes that one microbatch keeps on each rank of `stage` between the backward of its input and that of its weights:
+    what every linear layer read, once, and the gradients of what each gave."""
+    token = 0
+    read: set[str] = set()
+    for held in sharding.on_stage(stage):
+        fact = facts.by_name[held.name]
+        used = [module for place, module in held.first.uses if place == stage]
+        # An embedding looks up: only blocks and the head multiply.
+        if fact.tensor != "weight" or len(fact.shape) != 2 or (fact.block is None and facts.head not in used):
+            continue
+        cuts = STYLES[fact.style].cuts if fact.style in STYLES and fact.cut is not None else "none"
+        transposed = fact.cut is not None and fact.cut == {"out": 1, "in": 0}.get(cuts)
+        out, into = reversed(fact.shape) if transposed else fact.shape
+        reads = fact.reads if fact.module in used else facts.head
+        token += out // (plan.tp if cuts == "out" else 1)
+        if reads not in read:
+            read.add(reads)
+            token += into // (plan.tp if cuts == "in" else 1)
+    return token * plan.microbatch_rows * plan.seq * ELEMENT[plan.compute]
 
 
 def _matrices(weights: list[ParameterFact]) -> int:

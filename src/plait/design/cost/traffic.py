@@ -14,6 +14,7 @@ Symbols: b rows of a microbatch, s tokens of a row, h hidden size, m microbatche
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from ..facts import ModelFacts
 from ..plan import Plan
@@ -44,21 +45,23 @@ def traffic(plan: Plan, facts: ModelFacts, *, wide: bool = False) -> list[Traffi
 def _tensor(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, compute: int, loss: int) -> Iterator[Traffic]:
     if plan.tp == 1:
         return
-    stage = plan.mesh.coordinate(rank)["pp"]
+    place = plan.mesh.coordinate(rank)["pp"]
     tokens = plan.microbatch_rows * plan.seq
     whole = tokens * facts.hidden * compute
-    inputs: set[str] = set()
-    outputs = 0
-    experts = 0
-    for module, reads in _modules(facts, sharding, stage):
-        name = facts.styles[module]
-        if name is None:
-            continue
-        row = style(name, module)
-        if row.enter == "copy":
-            inputs.add(reads)  # q, k and v read one input: its gradient is summed once
-        outputs += row.leave == "sum"
-        experts += row.cuts == "both"
+    # A stage reads its inputs and writes its outputs by itself, also where another is on the same rank.
+    inputs = outputs = experts = 0
+    for stage in sharding.stages_at(place):
+        read: set[str] = set()
+        for module, reads in _modules(facts, sharding, stage):
+            name = facts.styles[module]
+            if name is None:
+                continue
+            row = style(name, module)
+            if row.enter == "copy":
+                read.add(reads)  # q, k and v read one input: its gradient is summed once
+            outputs += row.leave == "sum"
+            experts += row.cuts == "both"
+        inputs += len(read)
     m = plan.microbatches
 
     def sums(why: str, count: int, payload: int) -> Iterator[Traffic]:
@@ -66,24 +69,23 @@ def _tensor(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, comput
             yield Traffic(rank, "tp", why, "all_reduce", plan.tp, m * count, m * count * payload)
 
     yield from sums("row-parallel output", outputs, whole)
-    yield from sums("column-parallel input gradient", len(inputs), whole)
+    yield from sums("column-parallel input gradient", inputs, whole)
     yield from sums("routing weights' gradient", experts, tokens * facts.experts_per_token * loss)
-    if stage == plan.pp - 1 and facts.head_weight.cut is not None:
+    if plan.placement[-1] == place and facts.head_weight.cut is not None:
         yield from sums("loss: maximum", 1, tokens * loss)
         yield from sums("loss: sums", 1, 2 * tokens * loss)
 
 
 def _pipeline(plan: Plan, facts: ModelFacts, rank: int, compute: int) -> Iterator[Traffic]:
-    stage = plan.mesh.coordinate(rank)["pp"]
-    m = plan.microbatches
-    payload = m * plan.microbatch_rows * plan.seq * facts.hidden * compute
-    for there, send, receive in (
-        (stage < plan.pp - 1, "activation", "gradient"),
-        (stage > 0, "gradient", "activation"),
-    ):
-        if there:
-            yield Traffic(rank, "pp", send, "send", plan.pp, m, payload)
-            yield Traffic(rank, "pp", receive, "receive", plan.pp, m, payload)
+    """A message for each boundary of two stages that are not on one rank, and each microbatch."""
+    place, placement = plan.mesh.coordinate(rank)["pp"], plan.placement
+    payload = plan.microbatch_rows * plan.seq * facts.hidden * compute
+    ahead = sum(here == place != there for here, there in pairwise(placement)) * plan.microbatches
+    behind = sum(there == place != here for here, there in pairwise(placement)) * plan.microbatches
+    for count, send, receive in ((ahead, "activation", "gradient"), (behind, "gradient", "activation")):
+        if count:
+            yield Traffic(rank, "pp", send, "send", plan.pp, count, count * payload)
+            yield Traffic(rank, "pp", receive, "receive", plan.pp, count, count * payload)
 
 
 def _modules(facts: ModelFacts, sharding: Sharding, stage: int) -> Iterator[tuple[str, str]]:
@@ -100,7 +102,7 @@ def _modules(facts: ModelFacts, sharding: Sharding, stage: int) -> Iterator[tupl
 def _data(plan: Plan, sharding: Sharding, rank: int, compute: int, item: int) -> Iterator[Traffic]:
     """Gradients summed over whatever cuts the work; then, of a tied weight, over the stages that use it."""
     mesh, place = plan.mesh, plan.mesh.coordinate(rank)
-    parameters = sharding.on_stage(place["pp"])
+    parameters = sharding.at(place["pp"])
     calls: dict[tuple[str, ...], list[int]] = {}
     for bucket in buckets(parameters, mesh, rank, plan.bucket_bytes, item):
         calls.setdefault(bucket[0].first.summed_over, []).append(sum(p.elements(mesh, rank) for p in bucket) * item)
@@ -109,7 +111,7 @@ def _data(plan: Plan, sharding: Sharding, rank: int, compute: int, item: int) ->
         if ranks > 1:
             yield Traffic(rank, ".".join(axes), "gradients", "all_reduce", ranks, len(payloads), sum(payloads))
     for parameter in parameters:
-        others = {stage for stage, _ in parameter.first.uses} - {parameter.first.owner}
+        others = set(parameter.first.places) - {parameter.first.owner}
         if not others:
             continue
         owns = place["pp"] == parameter.first.owner

@@ -78,7 +78,7 @@ def _blocks(config: Any, plan: Plan) -> dict[str, Any]:
     dense = getattr(config, "first_k_dense_replace", None)
     kinds = [(index < (dense or 0), *(str(value[index]) for value in lists.values())) for index in range(blocks)]
     firsts = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
-    count = _smallest(blocks, max(LEAST["blocks"], 2 * plan.pp, len(firsts)), plan.pp)
+    count = _smallest(blocks, max(LEAST["blocks"], 2 * plan.stages, len(firsts)), plan.stages)
     others = (index for index in range(blocks) if index not in firsts.values())
     kept = sorted([*firsts.values(), *itertools.islice(others, count - len(firsts))])
     found: dict[str, Any] = {"num_hidden_layers": count}

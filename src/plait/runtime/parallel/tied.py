@@ -33,7 +33,7 @@ class TiedWeights:
         self._exchanges: list[tuple[str, int, int, int]] = []
         for number, parameter in enumerate(parameters):
             owner = parameter.first.owner
-            users = dict.fromkeys(stage for stage, _ in parameter.first.uses if stage != owner)
+            users = dict.fromkeys(place for place in parameter.first.places if place != owner)
             for place, user in enumerate(users):
                 self._exchanges.append((parameter.name, owner, user, FIRST_TAG + number * group.size + place))
 

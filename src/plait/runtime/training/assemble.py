@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
+from torch import Tensor, nn
 
 from ...design.errors import PlanError
 from ...design.plan import Plan, validate
-from ...design.schedule import FORWARD_ONLY, Schedule, check, lower, make
+from ...design.schedule import FORWARD_ONLY, Schedule, check, lower
 from ...design.sharding import Parameter, Sharding, buckets, shard
 from ...design.styles import style
 from ..comm.world import Group, World
 from ..hf.read import Model, read
-from ..hf.stage_model import StageModel
+from ..hf.stage_model import StageModel, transposed
 from ..parallel import loss, tensor
 from ..parallel.clock import Clock
 from ..parallel.data import Buckets
 from ..parallel.pipeline import Pipeline
+from ..parallel.split_backward import WeightGradients
 from ..parallel.stage import Stage
 from ..parallel.tied import TiedWeights
 from .optimizer import Optimizer
@@ -37,83 +41,116 @@ def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = 
 
     # Who holds what, and who does what when; the table is proven before it is used.
     sharding = shard(model.facts, plan)
-    stage_index = world.coordinate["pp"]
-    held = sharding.on_stage(stage_index)
-    schedule = lower(make(plan.schedule, plan.pp, plan.microbatches), reduce=True)
+    place = world.coordinate["pp"]
+    numbers = sharding.stages_at(place)
+    held = sharding.at(place)
+    table = plan.table()
+    schedule = lower(table, reduce=True)
     check(schedule)
 
-    # The modules of this stage, without memory; then tp replaces forwards; then each module gets its slices.
-    body = StageModel(model, sharding, world.rank, dtype, seed=plan.seed, attention=plan.attention)
+    # The modules of each stage here, without memory; then tp replaces forwards, and split backward what linear layers do
+    # for their weights; then each module gets its slices. A weight that two stages of this rank use is one.
     tp = world.group("tp")
-    forget = _split_over_tp(model, body, sharding, world, tp)
-    body.materialise(sharding, world.rank, plan.seed, world.device)
-    parameters = body.parameters()
+    shared = tensor.SharedInput(tp)
+    bodies: dict[int, StageModel] = {}
+    owed: dict[int, WeightGradients] = {}
+    parts: Counter[str] = Counter()
+    kept: dict[str, nn.Parameter] = {}
+    for number in numbers:
+        body = StageModel(model, sharding, world.rank, number, dtype, seed=plan.seed, attention=plan.attention)
+        if table.splits:
+            owed[number] = WeightGradients()
+        later = _replace_forwards(model, body, sharding, world, tp, shared, number, owed.get(number))
+        parts += _parts(sharding, number, later)
+        body.materialise(sharding, world.rank, plan.seed, world.device, kept)
+        bodies[number] = body
+    parameters = {name: parameter for body in bodies.values() for name, parameter in body.parameters().items()}
 
     # plait owns the loss: it reads the head's cut logits.
-    last = stage_index == plan.pp - 1
     head = sharding.parameter(model.facts.head_weight.name)
     start = _first_row(head, world)
     over = tp if head.first.compute.cut_axes else world.alone
-    stage = Stage(body.forward, (lambda x, y: loss.cross_entropy(x, y, over, start=start)) if last else None)
+
+    def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return loss.cross_entropy(logits, targets, over, start=start)
+
+    stages = {
+        number: Stage(body.forward, summed_loss if number == plan.stages - 1 else None, owed.get(number))
+        for number, body in bodies.items()
+    }
 
     # Gradients live in buckets, which are reduced while backward goes on.
     item = torch.empty((), dtype=accumulate).element_size()
     grouped = buckets(held, plan.mesh, world.rank, plan.bucket_bytes, item)
     groups = {one.first.summed_over: world.group(*one.first.summed_over) for one in held}
-    sink = Buckets(grouped, parameters, groups, accumulate)
+    of_stage = [bucket[0].first.stages_at(place)[0] for bucket in grouped]
+    sink = Buckets(grouped, of_stage, parameters, groups, accumulate, parts)
+    for gradients in owed.values():
+        gradients.adopt({parameters[name]: gradient for name, gradient in sink.gradients.items()}, sink.ready)
 
     # A tied weight has one owner; the optimizer updates what this rank owns; the pipeline carries out the table.
     tied = TiedWeights(held, world.group("pp"), sink.gradients, parameters)
-    owned = tuple(one for one in held if one.first.owner == stage_index)
+    owned = tuple(one for one in held if one.first.owner == place)
     optimizer = Optimizer(plan, owned, parameters, sink.gradients)
     clock = Clock(world.device)
 
     def pipeline(table: Schedule, clock: Clock) -> Pipeline:
         return Pipeline(
-            table, stage, world.group("pp"), hidden=model.facts.hidden, dtype=dtype, device=world.device,
+            table, stages, world.group("pp"), hidden=model.facts.hidden, dtype=dtype, device=world.device,
             clock=clock, sink=sink,
         )  # fmt: skip
 
     return Run(
         plan=plan, world=world, model=model, sharding=sharding, sink=sink, optimizer=optimizer, tied=tied, clock=clock,
-        body=body, stage=stage, pipeline=pipeline(schedule, clock),
-        forward=pipeline(_forwards(plan.pp, 1), Clock(world.device)),
-        evaluation=pipeline(_forwards(plan.pp, plan.microbatches), Clock(world.device)), forget=forget, steps=steps,
+        bodies=bodies, parameters=parameters, stages=stages, pipeline=pipeline(schedule, clock),
+        forward=pipeline(_forwards(plan, 1), Clock(world.device)),
+        evaluation=pipeline(_forwards(plan, plan.microbatches), Clock(world.device)), forget=shared, steps=steps,
     )  # fmt: skip
 
 
-def _forwards(pp: int, microbatches: int) -> Schedule:
+def _forwards(plan: Plan, microbatches: int) -> Schedule:
     """Samples take one microbatch, evaluation as many as a step."""
-    table = lower(FORWARD_ONLY(pp, microbatches))
+    table = lower(FORWARD_ONLY(plan.placement, microbatches))
     check(table)
     return table
 
 
-def _split_over_tp(
-    model: Model, body: StageModel, sharding: Sharding, world: World, group: Group
-) -> tensor.SharedInput:
-    shared = tensor.SharedInput(group)
-    if group.size == 1:
-        return shared
-    stage, done = world.coordinate["pp"], set[str]()
+def _replace_forwards(
+    model: Model, body: StageModel, sharding: Sharding, world: World, group: Group, shared: tensor.SharedInput,
+    stage: int, owed: WeightGradients | None,
+) -> set[str]:  # fmt: skip
+    """Splits the layers of a stage over tp, and puts off the weight gradients of linear layers where backward is split:
+    the names of those modules."""
+    done, later = set[str](), set[str]()
     for parameter in sharding.on_stage(stage):
-        fact = model.facts.by_name[parameter.name]
         for place, name in parameter.first.uses:
-            named = model.facts.styles[name]
-            if place != stage or named is None or name in done:
+            if place != stage or name in done:
                 continue
             done.add(name)
-            row = style(named, name)
-            if row.enter == row.leave == "none":
-                continue
-            # The head's output stays cut: the loss reads it so.
-            gather = name != model.facts.head
-            # A Linear's output side is its first dim.
-            transposed = len(fact.shape) == 2 and fact.cut == {"out": 1, "in": 0}.get(row.cuts)
             module = body.module.get_submodule(name)
-            start = _first_row(parameter, world)
-            tensor.split(module, row, group, shared, start=start, gather=gather, transposed=transposed)
-    return shared
+            named = model.facts.styles[name]
+            row = style(named, name) if named is not None and group.size > 1 else None
+            is_transposed = transposed(module)
+            if owed is not None and is_transposed is not None:
+                later.add(name)
+                owed.put_off(module, transposed=is_transposed)
+            if row is not None and (row.enter, row.leave) != ("none", "none"):
+                # The head's output stays cut: the loss reads it so.
+                tensor.split(
+                    module, row, group, shared, start=_first_row(parameter, world), gather=name != model.facts.head,
+                    transposed=bool(is_transposed), multiply=owed.linear if owed is not None else tensor.product,
+                )  # fmt: skip
+    return later
+
+
+def _parts(sharding: Sharding, stage: int, later: set[str]) -> Counter[str]:
+    """In how many parts each parameter's gradient comes from a microbatch of the stage: by autograd, and from the layers
+    whose products are put off."""
+    found = Counter[str]()
+    for parameter in sharding.on_stage(stage):
+        here = {name in later for place, name in parameter.first.uses if place == stage}
+        found[parameter.name] = len(here)
+    return found
 
 
 def _first_row(parameter: Parameter, world: World) -> int:

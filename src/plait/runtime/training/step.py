@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from ...design.plan import Plan
 from ...design.sharding import Sharding
@@ -61,12 +62,15 @@ class Run:
 
     def __init__(
         self, *, plan: Plan, world: World, model: Model, sharding: Sharding, sink: Buckets, optimizer: Optimizer,
-        tied: TiedWeights, clock: Clock, body: StageModel, stage: Stage, pipeline: Pipeline, forward: Pipeline,
-        evaluation: Pipeline,
-        forget: SharedInput, steps: int | None = None,
+        tied: TiedWeights, clock: Clock, bodies: Mapping[int, StageModel], parameters: Mapping[str, nn.Parameter],
+        stages: Mapping[int, Stage], pipeline: Pipeline, forward: Pipeline, evaluation: Pipeline, forget: SharedInput,
+        steps: int | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.world, self.model, self.sharding = plan, world, model, sharding
-        self.body, self.stage = body, stage
+        self.bodies, self.stages = bodies, stages
+        """By the number of the stage, those of this rank."""
+        self.parameters = parameters
+        """What this rank computes with, by the names of the whole model."""
         self.sink, self.optimizer, self.tied = sink, optimizer, tied
         self.steps = steps or plan.steps
         self.done = 0
@@ -80,10 +84,13 @@ class Run:
         self.clock, self.pipeline, self._shared = clock, pipeline, forget
         place = world.coordinate
         self._first_of_replica = place["pp"] == place["tp"] == 0
-        self._owns_loss = place["pp"] == plan.pp - 1 and place["tp"] == 0
+        self.has_loss = place["pp"] == sharding.placement[-1]
+        """Whether the last stage is on this rank."""
+        self.owns_loss = self.has_loss and place["tp"] == 0
+        """Whether its loss counts: once a replica."""
         self._counted = [
             part_of(sink.gradients[held.name], held, number, world.mesh, world.rank)
-            for held in sharding.on_stage(place["pp"])
+            for held in sharding.at(place["pp"])
             for number, part in enumerate(held.parts)
             if part.grad.is_first_copy(world.mesh, world.rank)
         ]
@@ -115,7 +122,8 @@ class Run:
         self.sink.begin()
         laps["begun"] = self.clock.now()
         self.clock.start()
-        self.body.step = self.done
+        for body in self.bodies.values():
+            body.step = self.done
         share = self.pipeline.run(microbatches, inverse)
         self.forget()
         self.tied.reduce()
@@ -125,7 +133,7 @@ class Run:
         # Everyone's account of the step is sealed before this sum, and compared after it: ranks that did not make the
         # same calls take no step.
         world.seal()
-        loss, norm = loss_and_norm(share * self._owns_loss, squared_norm(self._counted, world.device), world)
+        loss, norm = loss_and_norm(share * self.owns_loss, squared_norm(self._counted, world.device), world)
         world.agree()
         clip(self.sink.buffers, norm, plan.clip)
         at("clipped")

@@ -44,7 +44,7 @@ class Watch:
                 return
             waited = time.perf_counter() - asked
             first = self._run.done == 0
-            held = (*self._run.body.parameters().values(), batch.tokens)
+            held = (*self._run.parameters.values(), batch.tokens)
             with counted(held) if first else nullcontext() as kept:
                 yield batch
             if kept is not None:
