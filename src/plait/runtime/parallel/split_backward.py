@@ -93,6 +93,7 @@ class WeightGradients:
         self._later[microbatch] = self._owed
         self._owed = []
 
+    @torch.no_grad()
     def settle(self, microbatch: int) -> None:
         """Adds what is owed for `microbatch` to the gradients, the layers in the order of backward."""
         products = self._later.pop(microbatch)
