@@ -47,9 +47,11 @@ def refusal(balance: str, stages: int, blocks: int) -> str | None:
             return None
         known = listed((*WORDS, "the blocks of every stage ('5,6,6,5')"))
         return f"There is no balance '{balance}'; use {known}.{nearest(balance, WORDS)}"
-    way = f"set balance uniform, or {stages} numbers from 1 that add up to {blocks}."
+    numbers = f"{stages} numbers from 1 that add up to {blocks}" if stages > 1 else f"{blocks}"
+    way = f"set balance uniform, or {numbers}."
     if len(sizes) != stages:
-        return f"balance {balance} deals blocks to {len(sizes)} stages, but there are {stages}: {way}"
+        named = f"{len(sizes)} stage{'' if len(sizes) == 1 else 's'}"
+        return f"balance {balance} deals blocks to {named}, but there {'is' if stages == 1 else 'are'} {stages}: {way}"
     if 0 in sizes:
         return f"balance {balance} leaves stage {sizes.index(0)} without a block: {way}"
     if sum(sizes) != blocks:

@@ -197,9 +197,12 @@ def blocks_fill_stages(plan: Plan, facts: ModelFacts) -> str | None:
         return None
     have, each = facts.blocks, plan.stages_per_rank
     if each > 1:
+        way = f"set pp {have // each} or less, or another schedule"
+        if have < each:
+            way = f"use 1f1b with pp {min(plan.pp, have)}"
         return (
             f"pp {plan.pp} x {each} stages a rank = {plan.stages} stages need a block each, but the model has {have} "
-            f"blocks: set pp {max(1, have // each)} or less, or another schedule."
+            f"blocks: {way}."
         )
     return f"pp {plan.pp} stages need a block each, but the model has {have} blocks: set pp {have} or less."
 
