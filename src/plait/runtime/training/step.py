@@ -34,6 +34,10 @@ Moment = Literal["reduced", "clipped"]
 """Gradients summed over the ranks and not yet clipped; clipped and not yet used."""
 
 
+Given = Batch | Sequence[Batch]
+"""What a step trains on: this rank's rows of a global batch, or its microbatches."""
+
+
 def _unseen(moment: Moment) -> None: ...
 
 
@@ -95,7 +99,7 @@ class Run:
             if part.grad.is_first_copy(world.mesh, world.rank)
         ]
 
-    def _microbatches(self, batch: Batch | Sequence[Batch]) -> Sequence[Batch]:
+    def _microbatches(self, batch: Given) -> Sequence[Batch]:
         plan = self.plan
         if isinstance(batch, Batch):
             rows = plan.batch // plan.dp
@@ -120,7 +124,7 @@ class Run:
         """Lets go of what the last pass left for the next module."""
         self._shared.forget()
 
-    def step(self, batch: Batch | Sequence[Batch], *, at: Callable[[Moment], None] = _unseen) -> Report:
+    def step(self, batch: Given, *, at: Callable[[Moment], None] = _unseen) -> Report:
         """Trains on this rank's rows of one global batch (batch / dp rows of seq tokens); the same report everywhere.
 
         In place of one batch it takes the microbatches themselves, plan.microbatches of them, each of any rows and any
