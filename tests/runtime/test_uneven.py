@@ -143,9 +143,9 @@ def refused(model: str, shapes: list[tuple[int, int]]) -> Any:
     [
         ([(1, 4), (1, 4)], "step takes 3 microbatches, not 2"),
         ([(1, 4)] * 4, "step takes 3 microbatches, not 4"),
-        ([(1, 4), (0, 4), (1, 4)], "microbatch 1 is 0 rows of 4 tokens: give it at least 1 row of 1 to 64 tokens"),
-        ([(1, 4), (1, 4), (1, 65)], "microbatch 2 is 1 rows of 65 tokens"),
-        ([(1, 0), (1, 4), (1, 5)], "microbatch 0 is 1 rows of 0 tokens"),
+        ([(1, 4), (0, 4), (1, 4)], "microbatch 1 has 0 x 4 tokens: give it a row or more of 1 to 64 tokens"),
+        ([(1, 4), (1, 4), (1, 65)], "microbatch 2 has 1 x 65 tokens"),
+        ([(1, 0), (1, 4), (1, 5)], "microbatch 0 has 1 x 0 tokens"),
     ],
     ids=str,
 )

@@ -116,7 +116,7 @@ class Run:
             rows, length = part.tokens.shape
             if not rows or not 0 < length <= most:
                 raise ValueError(
-                    f"microbatch {number} is {rows} rows of {length} tokens: give it at least 1 row of 1 to {most} tokens"
+                    f"microbatch {number} has {rows} x {length} tokens: give it a row or more of 1 to {most} tokens"
                 )
         return batch
 
