@@ -16,7 +16,7 @@ from .errors import PlanError, divisors, listed, nearest
 from .facts import ModelFacts
 from .layout import balanced
 from .mesh import AXES, Mesh
-from .schedule import METHODS, Schedule, make, method
+from .schedule import RUNS, Schedule, make, method
 from .styles import style
 
 
@@ -44,7 +44,7 @@ class Plan(BaseModel):
     dp: int = Field(1, ge=1, description="Data parallel degree.")
     tp: int = Field(1, ge=1, description="Tensor parallel degree.")
     pp: int = Field(1, ge=1, description="Pipeline parallel degree.")
-    schedule: str = Field("1f1b", description=f"Pipeline schedule: {listed(METHODS)}.")
+    schedule: str = Field("1f1b", description=f"Pipeline schedule: {listed(RUNS)}.")
     chunks: int = Field(0, ge=0, description="Pipeline stages on each rank; 0: the least that the schedule takes.")
     microbatches: int = Field(1, ge=1, description="Microbatches a step on each data parallel rank.")
     batch: int = Field(8, ge=1, description="Rows in one step, over all ranks.")
@@ -177,7 +177,8 @@ def schedule_is_known(plan: Plan, facts: ModelFacts) -> str | None:
         plan.table()
     except PlanError as error:
         return str(error)
-    return None
+    why = method(plan.schedule).no_run
+    return f"The schedule {plan.schedule} is for plait schedule only. It {why}." if why else None
 
 
 def blocks_fill_stages(plan: Plan, facts: ModelFacts) -> str | None:
