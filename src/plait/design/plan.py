@@ -16,7 +16,7 @@ from .errors import PlanError, divisors, listed, nearest
 from .facts import ModelFacts
 from .layout import balanced
 from .mesh import AXES, Mesh
-from .schedule import RUNS, Schedule, make, method
+from .schedule import RUNS, Schedule, in_halves, make, method
 from .styles import style
 
 
@@ -46,6 +46,9 @@ class Plan(BaseModel):
     pp: int = Field(1, ge=1, description="Pipeline parallel degree.")
     schedule: str = Field("1f1b", description=f"Pipeline schedule: {listed(RUNS)}.")
     chunks: int = Field(0, ge=0, description="Pipeline stages on each rank; 0: the least that the schedule takes.")
+    split_backward: bool = Field(
+        False, description="Part every backward in two also where the schedule does not ask for it, to time the halves."
+    )
     microbatches: int = Field(1, ge=1, description="Microbatches a step on each data parallel rank.")
     batch: int = Field(8, ge=1, description="Rows in one step, over all ranks.")
     seq: int = Field(128, ge=1, description="Tokens in a row.")
@@ -107,7 +110,8 @@ class Plan(BaseModel):
 
     def table(self) -> Schedule:
         """Its schedule: computation only."""
-        return make(self.schedule, self.pp, self.microbatches, self.chunks)
+        found = make(self.schedule, self.pp, self.microbatches, self.chunks)
+        return in_halves(found) if self.split_backward else found
 
     @property
     def microbatch_rows(self) -> int:
@@ -174,11 +178,12 @@ def batch_divides(plan: Plan, facts: ModelFacts) -> str | None:
 
 def schedule_is_known(plan: Plan, facts: ModelFacts) -> str | None:
     try:
+        if why := method(plan.schedule).no_run:
+            return f"The schedule {plan.schedule} is for plait schedule only. It {why}."
         plan.table()
     except PlanError as error:
         return str(error)
-    why = method(plan.schedule).no_run
-    return f"The schedule {plan.schedule} is for plait schedule only. It {why}." if why else None
+    return None
 
 
 def blocks_fill_stages(plan: Plan, facts: ModelFacts) -> str | None:
@@ -186,9 +191,14 @@ def blocks_fill_stages(plan: Plan, facts: ModelFacts) -> str | None:
         return None
     have, each = facts.blocks, plan.stages_per_rank
     if each > 1:
+        fewer = (
+            f"set pp {have // each} or less"
+            if have >= each
+            else f"set schedule 1f1b, chunks 0, pp {min(plan.pp, have)}"
+        )
         return (
             f"pp {plan.pp} x {each} stages a rank = {plan.stages} stages need a block each, but the model has {have} "
-            f"blocks: set pp {max(1, have // each)} or less, or another schedule."
+            f"blocks: {fewer}."
         )
     return f"pp {plan.pp} stages need a block each, but the model has {have} blocks: set pp {have} or less."
 

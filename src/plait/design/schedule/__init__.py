@@ -22,6 +22,7 @@ from . import (
 )
 from .action import BACKWARDS, LAST, Action, Kind, Schedule, needs, partner
 from .check import check, live_microbatches, peak
+from .halves import in_halves
 from .lower import lower
 from .place import Placement, loop, straight, vee
 
@@ -47,8 +48,8 @@ class Method:
             above = -(-ranks // self.multiple) * self.multiple
             legal_pp = listed([degree for degree in (above - self.multiple, above) if degree])
             return (
-                f"The schedule {name} takes a multiple of {self.multiple} ranks, but pp is {ranks}. Set pp {legal_pp}, or use "
-                "gpipe or 1f1b."
+                f"The schedule {name} takes a multiple of {self.multiple} ranks, but pp is {ranks}. Set pp {legal_pp}, "
+                "or use gpipe or 1f1b."
             )
         few, many = self.microbatches
         if not few <= microbatches <= many:
@@ -95,14 +96,14 @@ RUNS = [name for name, found in METHODS.items() if not found.no_run]
 FORWARD_ONLY = forward.make
 
 __all__ = [
-    "BACKWARDS", "FORWARD_ONLY", "LAST", "METHODS", "RUNS", "Action", "Kind", "Method", "Schedule", "check",
+    "BACKWARDS", "FORWARD_ONLY", "LAST", "METHODS", "RUNS", "Action", "Kind", "Method", "Schedule", "check", "in_halves",
     "live_microbatches", "loop", "lower", "make", "method", "needs", "partner", "peak", "straight", "vee",
 ]  # fmt: skip
 
 
 def method(name: str) -> Method:
     if name not in METHODS:
-        raise PlanError(f"There is no schedule '{name}'; use {listed(METHODS)}.{nearest(name, METHODS)}")
+        raise PlanError(f"There is no schedule '{name}'; use {listed(RUNS)}.{nearest(name, METHODS)}")
     return METHODS[name]
 
 
