@@ -18,7 +18,7 @@ from .errors import PlanError, divisors, listed, nearest
 from .facts import ModelFacts
 from .layout import balanced
 from .mesh import AXES, Mesh
-from .schedule import METHODS, Schedule, in_halves, make, method
+from .schedule import RUNS, Schedule, in_halves, make, method
 from .styles import style
 
 
@@ -46,7 +46,7 @@ class Plan(BaseModel):
     dp: int = Field(1, ge=1, description="Data parallel degree.")
     tp: int = Field(1, ge=1, description="Tensor parallel degree.")
     pp: int = Field(1, ge=1, description="Pipeline parallel degree.")
-    schedule: str = Field("1f1b", description=f"Pipeline schedule: {listed(METHODS)}.")
+    schedule: str = Field("1f1b", description=f"Pipeline schedule: {listed(RUNS)}.")
     chunks: int = Field(0, ge=0, description="Pipeline stages on each rank; 0: the least that the schedule takes.")
     split_backward: bool = Field(
         False, description="Part every backward in two also where the schedule does not ask for it, to time the halves."
@@ -186,6 +186,8 @@ def batch_divides(plan: Plan, facts: ModelFacts) -> str | None:
 
 def schedule_is_known(plan: Plan, facts: ModelFacts) -> str | None:
     try:
+        if why := method(plan.schedule).no_run:
+            return f"The schedule {plan.schedule} is for plait schedule only. It {why}."
         plan.table()
     except PlanError as error:
         return str(error)
@@ -197,12 +199,14 @@ def blocks_fill_stages(plan: Plan, facts: ModelFacts) -> str | None:
         return None
     have, each = facts.blocks, plan.stages_per_rank
     if each > 1:
-        way = f"set pp {have // each} or less, or another schedule"
-        if have < each:
-            way = f"use 1f1b with pp {min(plan.pp, have)}"
+        fewer = (
+            f"set pp {have // each} or less"
+            if have >= each
+            else f"set schedule 1f1b, chunks 0, pp {min(plan.pp, have)}"
+        )
         return (
             f"pp {plan.pp} x {each} stages a rank = {plan.stages} stages need a block each, but the model has {have} "
-            f"blocks: {way}."
+            f"blocks: {fewer}."
         )
     return f"pp {plan.pp} stages need a block each, but the model has {have} blocks: set pp {have} or less."
 
