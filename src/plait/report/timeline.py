@@ -27,7 +27,10 @@ MARGIN = len(" 100.0%")
 
 def draw(timeline: Timeline, *, width: int, title: str) -> Text:
     """The chart in at most `width` columns, with the bubble of each rank and of all."""
-    return _chart(timeline, width, title, timeline.seconds)
+    return Text("\n").join([
+        _chart(timeline, width, title, _caption(timeline), timeline.seconds),
+        _legend([timeline], width, _columns(timeline, width, timeline.seconds)[1]),
+    ])  # fmt: skip
 
 
 def draw_pair(simulated: Timeline, measured: Timeline, width: int) -> RenderableType:
@@ -36,34 +39,54 @@ def draw_pair(simulated: Timeline, measured: Timeline, width: int) -> Renderable
     if not in_units(simulated) and not in_units(measured):
         lengths = [max(lengths)] * 2
     return Group(
-        _chart(simulated, width, "simulated", lengths[0], legend=False),
+        _chart(simulated, width, "simulated", _caption(simulated), lengths[0]),
         Text(),
-        _chart(measured, width, "measured", lengths[1]),
+        _chart(measured, width, "measured", _caption(measured), lengths[1]),
+        _legend([simulated, measured], width, _columns(measured, width, lengths[1])[1]),
     )
 
 
-def _chart(timeline: Timeline, width: int, title: str, length: float, *, legend: bool = True) -> Text:
+def draw_all(timelines: Mapping[str, tuple[Timeline, str]], width: int) -> RenderableType:
+    """Several on one common clock by their titles, each with its caption, and one legend."""
+    length = max(timeline.seconds for timeline, _ in timelines.values())
+    charts: list[Text] = []
+    for title, (timeline, caption) in timelines.items():
+        charts += [_chart(timeline, width, title, caption, length), Text()]
+    played = [timeline for timeline, _ in timelines.values()]
+    return Group(*charts[:-1], _legend(played, width, max(_columns(one, width, length)[1] for one in played)))
+
+
+def _caption(timeline: Timeline) -> str:
+    return f"bubble {percent(timeline.bubble)}, {duration(timeline)}"
+
+
+def _columns(timeline: Timeline, width: int, length: float) -> tuple[int, float]:
+    """How many columns a chart has for `length`, and how many that makes a second or a unit."""
+    columns = max(1, width - len(f"pp {max(0, timeline.ranks - 1)} ") - MARGIN)
+    if 0 < length <= columns and length == int(length):
+        columns -= columns % int(length)  # every unit gets the same number of columns
+    return columns, columns / length if length else 0.0
+
+
+def _chart(timeline: Timeline, width: int, title: str, caption: str, length: float) -> Text:
     names = [f"pp {rank} " for rank in range(timeline.ranks)]
     label = max(map(len, names), default=0)
-    columns = max(1, width - label - MARGIN)
-    if in_units(timeline) and 0 < length <= columns:
-        columns -= columns % int(length)  # every unit gets the same number of columns
+    columns, _ = _columns(timeline, width, length)
     chart = Text(no_wrap=True, overflow="crop")
     chart.append(title, style="bold")
-    chart.append(f": bubble {percent(timeline.bubble)}, {duration(timeline)}\n")
+    chart.append(f": {caption}\n")
     for rank, name in enumerate(names):
         chart.append(name.ljust(label))
         chart.append_text(_row(timeline, rank, columns, length))
         chart.append(f"{percent(rank_bubble(timeline, rank)):>{MARGIN}}\n")
-    if legend:
-        chart.append_text(_legend(timeline, width, columns / length if length else 0))
     chart.rstrip()
     return chart
 
 
 def _row(timeline: Timeline, rank: int, columns: int, length: float) -> Text:
     """One rank's cells. Computation is painted last, so that it hides a reduction that runs beneath it."""
-    cells = [(IDLE, "dim")] * columns
+    end = round(timeline.seconds * columns / length) if length else 0
+    cells = [*[(IDLE, "dim")] * end, *[(" ", "")] * (columns - end)]
     spans = [span for span in timeline.rows[rank] if span.action.kind in LOOKS]
     pairs = together(spans)
     for span in sorted(spans, key=lambda s: (s.action.kind.lane == "compute", s.start)):
@@ -97,21 +120,28 @@ def _numbered(words: str, style: str, fill: tuple[str, str], front: int, columns
     return [*[fill] * front, *[(letter, style) for letter in words], *[fill] * (columns - front - len(words))]
 
 
-def _legend(timeline: Timeline, width: int, scale: float) -> Text:
-    """What is on the chart, in as many lines as it takes. `scale` is columns a second: what fills none is not there."""
+def _legend(timelines: Sequence[Timeline], width: int, scale: float) -> Text:
+    """What is on the charts, in as many lines as it takes. `scale` is columns a second: what fills none is not there."""
 
     def sample(kind: Kind, chunk: int = 0, other: Kind | None = None) -> Text:
         second = other and Span(0, Action(other, 0, 1), 0, 0)
         columns = 1 if kind is Kind.REDUCE else 2 if other is None else 4
         return Text.assemble(*_block(Span(0, Action(kind, 0, 0), 0, 0), columns, chunk, second))
 
-    kinds = drawn(span for span in timeline.spans if round(span.end * scale) > round(span.start * scale))
+    spans = [
+        (span, timeline.chunk(span))
+        for timeline in timelines
+        for span in timeline.spans
+        if round(span.end * scale) > round(span.start * scale)
+    ]
+    kinds = drawn(span for span, _ in spans)
     entries = [sample(kind).append(f" {LOOKS[kind].words}") for kind in kinds]
-    stages = max(map(len, timeline.stages), default=0)
+    stages = max((len(stages) for timeline in timelines for stages in timeline.stages), default=0)
     if stages > 1:
-        doubled = Text.assemble(*(sample(kind, 1) for kind in kinds if kind is not Kind.REDUCE))
+        second = drawn(span for span, chunk in spans if chunk % 2)
+        doubled = Text.assemble(*(sample(kind, 1) for kind in second if kind is not Kind.REDUCE))
         entries.append(doubled.append(f" {LATER}" if stages == 2 else " every second stage of the rank"))
-    if any(together(row) for row in timeline.rows):
+    if any(together(row) for timeline in timelines for row in timeline.rows):
         entries.append(sample(Kind.FORWARD, 0, Kind.BACKWARD).append(" at the same time"))
     entries += [Text(IDLE, "dim").append(" idle", "not dim"), Text("% bubble of the rank")]
     lines = [Text()]
@@ -119,7 +149,9 @@ def _legend(timeline: Timeline, width: int, scale: float) -> Text:
         if lines[-1] and len(lines[-1]) + 2 + len(entry) > width:
             lines.append(Text())
         lines[-1].append_text(Text("  " if lines[-1] else "")).append_text(entry)
-    return Text("\n").join(lines)
+    found = Text("\n").join(lines)
+    found.no_wrap, found.overflow = True, "crop"
+    return found
 
 
 # SVG
@@ -131,7 +163,7 @@ ROW = 26
 
 def svg(timeline: Timeline, *, title: str) -> str:
     """The timeline as a self-contained SVG, one row a rank."""
-    return svg_panels({f"bubble {percent(timeline.bubble)}, {duration(timeline)}": timeline}, title=title)
+    return svg_panels({_caption(timeline): timeline}, title=title)
 
 
 def svg_panels(timelines: Mapping[str, Timeline], *, title: str) -> str:
