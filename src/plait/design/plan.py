@@ -16,7 +16,7 @@ from .errors import PlanError, divisors, listed, nearest
 from .facts import ModelFacts
 from .layout import balanced
 from .mesh import AXES, Mesh
-from .schedule import METHODS, Schedule, in_halves, make, method
+from .schedule import RUNS, Schedule, in_halves, make, method
 from .styles import style
 
 
@@ -44,7 +44,7 @@ class Plan(BaseModel):
     dp: int = Field(1, ge=1, description="Data parallel degree.")
     tp: int = Field(1, ge=1, description="Tensor parallel degree.")
     pp: int = Field(1, ge=1, description="Pipeline parallel degree.")
-    schedule: str = Field("1f1b", description=f"Pipeline schedule: {listed(METHODS)}.")
+    schedule: str = Field("1f1b", description=f"Pipeline schedule: {listed(RUNS)}.")
     chunks: int = Field(0, ge=0, description="Pipeline stages on each rank; 0: the least that the schedule takes.")
     split_backward: bool = Field(
         False, description="Part every backward in two also where the schedule does not ask for it, to time the halves."
@@ -181,7 +181,8 @@ def schedule_is_known(plan: Plan, facts: ModelFacts) -> str | None:
         plan.table()
     except PlanError as error:
         return str(error)
-    return None
+    why = method(plan.schedule).no_run
+    return f"The schedule {plan.schedule} is for plait schedule only. It {why}." if why else None
 
 
 def blocks_fill_stages(plan: Plan, facts: ModelFacts) -> str | None:
