@@ -148,6 +148,13 @@ def test_a_name(refused: Refusals, argv: tuple[str, ...], words: str) -> None:
         (("schedule", "1f1c"), "Did you mean '1f1b'?"),
         (("schedule", "1f1b", "--pp", "0"), "at least 1 stage"),
         (("schedule", "naive", "--microbatches", "2"), "Set microbatches 1"),
+        (
+            ("schedule", "interleaved", "--chunks", "1"),
+            "puts 2 or more stages on a rank, but chunks is 1. Set chunks 2.",
+        ),
+        (("schedule", "zb-h1", "--chunks", "3"), "but chunks is 3. Set chunks 1."),
+        (("schedule", "all", "--pp", "0"), "at least 1 stage"),
+        (("schedule", "all", "--pp", "100000", "--microbatches", "100000"), "the most is 32,768"),
         (("schedule", "gpipe", "--pp", "100000", "--microbatches", "100000"), "the most is 32,768"),
         (("schedule", "1f1b", "--svg", "/no/such/place.svg"), "cannot be written: no such file or directory."),
         (("schedule", "1f1b", "--svg", "/"), "cannot be written: is a directory."),
