@@ -106,14 +106,18 @@ def _parts(stage: int, microbatch: int, counts: Container[Action]) -> list[Actio
 Kept = Callable[[int], float]
 
 
-def peak(schedule: Schedule, rank: int, *, forward: Kept, deferred: Kept) -> float:
+def peak(
+    schedule: Schedule, rank: int, *, forward: Kept, deferred: Kept, arriving: Kept = lambda stage: 0
+) -> float:  # fmt: skip
     """The most that `rank` keeps at one time: a stage keeps `forward(stage)` from a microbatch's forward to its backward,
-    and `deferred(stage)` from the backward of the input to that of the weights."""
+    and `deferred(stage)` from the backward of the input to that of the weights. A backward lets go of the one while the
+    other grows; it begins with `arriving(stage)` more, before it has let go of anything."""
     live = most = 0.0
     for action in schedule.rows[rank]:
         if action.kind is Kind.FORWARD:
             live += forward(action.stage)
         elif action.kind in BACKWARDS:
+            most = max(most, live + arriving(action.stage))
             live -= forward(action.stage)
             live += deferred(action.stage) if action.kind is Kind.BACKWARD_INPUT else 0
         elif action.kind is Kind.BACKWARD_WEIGHT:

@@ -45,7 +45,8 @@ class Watch:
             waited = time.perf_counter() - asked
             first = self._run.done == 0
             held = (*self._run.parameters.values(), batch.tokens)
-            with counted(held) if first else nullcontext() as kept:
+            owed = [stage.weight_gradients for stage in self._run.stages.values() if stage.weight_gradients is not None]
+            with counted(held, owed) if first else nullcontext() as kept:
                 yield batch
             if kept is not None:
                 self.kept = kept.peak
