@@ -21,8 +21,8 @@ linear layers read and the gradients of what they gave (`deferred`) live on unti
 gradient that a stage gets (`arriving`) is kept while all its activations still are. After
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4, with the
 log-sum-exp of flash attention in the place of its scores, and counted tensor by tensor as transformers' llama keeps
-them: on a CPU, where every row is one document, the count is exact. Left out: the masks of packed documents, tensors
-on their way between stages, what a kernel needs while it runs, a bf16 gradient before it is added to its bucket, what an
+them: on a CPU, where every row is one document, the count is exact. Left out: the masks of packed documents, tensors on
+their way between stages, what a kernel needs while it runs, a bf16 gradient before it is added to its bucket, what an
 allocator rounds up, and the process itself (interpreter, libraries, CUDA's context).
 """
 
