@@ -1,6 +1,6 @@
 """One pass through a pipeline of one stage a rank: whenever a stage is free, it takes what a few simple rules say.
 
-    backward of the input    as soon as its gradient is there
+    backward of the input    when its gradient is there; after one, a forward that can be done comes first
     forward                  when the memory allows it, and no gradient is about to come
     backward of the weights  in what would be a gap, or where only it makes room for a forward
 
@@ -89,6 +89,7 @@ class _Stage:
     free: float = 0.0
     idle: float = 0.0
     begun: bool = False
+    backward_last: bool = False
 
 
 class Pass:
@@ -139,6 +140,8 @@ class Pass:
         forward = self.activations[stage][here.forwards] if here.forwards < self.microbatches else inf
         # A backward must find room for what it puts off, after any forward.
         room = kept + max(activation, deferred) <= self.limit
+        if here.backward_last and forward <= soon and room:
+            return Kind.FORWARD, now
         if gradient <= soon:
             fits = kept - activation + deferred <= self.limit
             return Kind.BACKWARD_INPUT if fits else Kind.BACKWARD_WEIGHT, now
@@ -171,12 +174,14 @@ class Pass:
         if kind is Kind.FORWARD:
             number, end = here.forwards, now + times.forward[stage]
             here.forwards += 1
+            here.backward_last = False
             self._hand_over(self.activations, stage + 1, number, end)
             if stage + 1 == len(self.stages):
                 self.gradients[stage][number] = end
         elif kind is Kind.BACKWARD_INPUT:
             number, end = here.inputs, now + times.input[stage]
             here.inputs += 1
+            here.backward_last = True
             self._hand_over(self.gradients, stage - 1, number, end)
         else:
             number, end = here.weights, now + times.weight[stage]
