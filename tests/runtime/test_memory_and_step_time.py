@@ -28,6 +28,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {}, {"compute": "bf16", "microbatches": 4}, {"dp": 2, "bucket_mb": 0.01}, {"tp": 4},
     {"pp": 4, "microbatches": 4, "schedule": "gpipe"}, {"dp": 2, "tp": 2, "pp": 2, "microbatches": 2},
     {"tp": 2, "pp": 2, "microbatches": 4, "compute": "bf16"},
+    {"tp": 2, "pp": 2, "microbatches": 4, "loss_at": "first"},
 ]  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from tests.runtime.test_numbers import random_batch, rows_of
 LAYOUTS: list[dict[str, Any]] = [
     {"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 4, "bucket_mb": 0.01}, {"tp": 4}, {"pp": 4, "schedule": "gpipe"},
     {"dp": 2, "tp": 2, "pp": 2}, {"dp": 2, "tp": 2, "pp": 2, "compute": "bf16"}, {"tp": 2, "pp": 4}, {},
+    {"tp": 2, "pp": 2, "compute": "bf16", "loss_at": "first"},
 ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from .errors import PlanError, divisors, listed, nearest
 from .facts import ModelFacts
 from .layout import balanced
 from .mesh import AXES, Mesh
-from .schedule import METHODS, Schedule, make, method
+from .schedule import METHODS, Schedule, make, method, placement_with_loss, with_loss_on_first
 from .styles import style
 
 
@@ -46,6 +46,9 @@ class Plan(BaseModel):
     pp: int = Field(1, ge=1, description="Pipeline parallel degree.")
     schedule: str = Field("1f1b", description=f"Pipeline schedule: {listed(METHODS)}.")
     chunks: int = Field(0, ge=0, description="Pipeline stages on each rank; 0: the least that the schedule takes.")
+    loss_at: Literal["last", "first"] = Field(
+        "last", description="Pipeline rank that computes the loss: the last, or for comparison the first."
+    )
     microbatches: int = Field(1, ge=1, description="Microbatches a step on each data parallel rank.")
     batch: int = Field(8, ge=1, description="Rows in one step, over all ranks.")
     seq: int = Field(128, ge=1, description="Tokens in a row.")
@@ -97,17 +100,19 @@ class Plan(BaseModel):
 
     @property
     def stages(self) -> int:
-        """The pipeline's stages: pp ranks with so many each."""
+        """The pipeline's stages that have blocks: pp ranks with so many each."""
         return self.pp * self.stages_per_rank
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """The place on the pp axis of every stage."""
-        return method(self.schedule).place(self.pp, self.stages_per_rank)
+        """The place on the pp axis of every stage: those with blocks, then the loss's where it is one of its own."""
+        placement = method(self.schedule).place(self.pp, self.stages_per_rank)
+        return placement_with_loss(placement) if self.loss_at == "first" else placement
 
     def table(self) -> Schedule:
         """Its schedule: computation only."""
-        return make(self.schedule, self.pp, self.microbatches, self.chunks)
+        table = make(self.schedule, self.pp, self.microbatches, self.chunks)
+        return with_loss_on_first(table) if self.loss_at == "first" else table
 
     @property
     def microbatch_rows(self) -> int:
@@ -269,8 +274,17 @@ def validate(plan: Plan, facts: ModelFacts) -> None:
 
 
 def stage_blocks(plan: Plan, facts: ModelFacts) -> list[tuple[int, int]]:
-    """(first, one after the last) block of every stage: sizes differ by at most one, the larger stages first."""
+    """(first, one after the last) block of every stage that has any: sizes differ by at most one, the larger first."""
     return [balanced(facts.blocks, plan.stages, stage) for stage in range(plan.stages)]
+
+
+def width_after(plan: Plan, facts: ModelFacts, stage: int) -> int:
+    """What a stage gives to the next, in elements a token on each tp rank: hidden states, or from the last stage that has
+    blocks the logits, which stay cut."""
+    if stage < plan.stages - 1:
+        return facts.hidden
+    cut = plan.tp > 1 and facts.head_weight.cut is not None
+    return facts.vocabulary // plan.tp if cut else facts.vocabulary
 
 
 def stage_of_block(plan: Plan, facts: ModelFacts, block: int) -> int:

@@ -5,7 +5,7 @@ Symbols: b rows of a microbatch, s tokens of a row, h hidden size, m microbatche
     tp   each block        forward 2 sums, backward 2 sums, of b s h e each, m times
          embedding, head   one sum forward, one backward, of b s h e
          loss              two sums of b s (the maximum), 2 b s (sum of exponentials, target's logit), in fp32
-    pp   each boundary     b s h e forward and as much backward, m times
+    pp   each boundary     b s h e forward and as much backward, m times (b s V / t e before a loss that is elsewhere)
     dp   each stage        its gradients, once a step (what works on heads over tp as well: dp.tp)
     pp   a tied weight     its gradient to the stage that owns it, the new weight back, once a step
     all  the count of target tokens, then the loss with the squared gradient norm
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from ..facts import ModelFacts
-from ..plan import Plan
+from ..plan import Plan, width_after
 from ..records import WORLD, Traffic
 from ..sharding import Sharding, buckets, shard
 from ..styles import style
@@ -79,13 +79,15 @@ def _tensor(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, comput
 def _pipeline(plan: Plan, facts: ModelFacts, rank: int, compute: int) -> Iterator[Traffic]:
     """A message for each boundary of two stages that are not on one rank, and each microbatch."""
     place, placement = plan.mesh.coordinate(rank)["pp"], plan.placement
-    payload = plan.microbatch_rows * plan.seq * facts.hidden * compute
-    ahead = sum(here == place != there for here, there in pairwise(placement)) * plan.microbatches
-    behind = sum(there == place != here for here, there in pairwise(placement)) * plan.microbatches
-    for count, send, receive in ((ahead, "activation", "gradient"), (behind, "gradient", "activation")):
-        if count:
-            yield Traffic(rank, "pp", send, "send", plan.pp, count, count * payload)
-            yield Traffic(rank, "pp", receive, "receive", plan.pp, count, count * payload)
+    tokens = plan.microbatches * plan.microbatch_rows * plan.seq
+    ahead = [stage for stage, (here, there) in enumerate(pairwise(placement)) if here == place != there]
+    behind = [stage for stage, (here, there) in enumerate(pairwise(placement)) if there == place != here]
+    for boundaries, send, receive in ((ahead, "activation", "gradient"), (behind, "gradient", "activation")):
+        if boundaries:
+            calls = plan.microbatches * len(boundaries)
+            payload = tokens * sum(width_after(plan, facts, stage) for stage in boundaries) * compute
+            yield Traffic(rank, "pp", send, "send", plan.pp, calls, payload)
+            yield Traffic(rank, "pp", receive, "receive", plan.pp, calls, payload)
 
 
 def _modules(facts: ModelFacts, sharding: Sharding, stage: int) -> Iterator[tuple[str, str]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from ...design.errors import PlanError
-from ...design.plan import Plan, validate
+from ...design.plan import Plan, validate, width_after
 from ...design.schedule import FORWARD_ONLY, Schedule, check, lower
 from ...design.sharding import Parameter, Sharding, buckets, shard
 from ...design.styles import style
@@ -56,7 +57,8 @@ def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = 
     owed: dict[int, WeightGradients] = {}
     parts: Counter[str] = Counter()
     kept: dict[str, nn.Parameter] = {}
-    for number in numbers:
+    last = len(plan.placement) - 1
+    for number in (number for number in numbers if number < plan.stages):
         body = StageModel(model, sharding, world.rank, number, dtype, seed=plan.seed, attention=plan.attention)
         if table.splits:
             owed[number] = WeightGradients()
@@ -66,7 +68,7 @@ def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = 
         bodies[number] = body
     parameters = {name: parameter for body in bodies.values() for name, parameter in body.parameters().items()}
 
-    # plait owns the loss: it reads the head's cut logits.
+    # plait owns the loss: it reads the head's cut logits, also where they are sent to a stage that has nothing else.
     head = sharding.parameter(model.facts.head_weight.name)
     start = _first_row(head, world)
     over = tp if head.first.compute.cut_axes else world.alone
@@ -75,9 +77,12 @@ def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = 
         return loss.cross_entropy(logits, targets, over, start=start)
 
     stages = {
-        number: Stage(body.forward, summed_loss if number == plan.stages - 1 else None, owed.get(number))
-        for number, body in bodies.items()
-    }
+        number: Stage(
+            bodies[number].forward if number in bodies else loss.only, summed_loss if number == last else None,
+            owed.get(number),
+        )
+        for number in numbers
+    }  # fmt: skip
 
     # Gradients live in buckets, which are reduced while backward goes on.
     item = torch.empty((), dtype=accumulate).element_size()
@@ -96,8 +101,8 @@ def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = 
 
     def pipeline(table: Schedule, clock: Clock) -> Pipeline:
         return Pipeline(
-            table, stages, world.group("pp"), hidden=model.facts.hidden, dtype=dtype, device=world.device,
-            clock=clock, sink=sink,
+            table, stages, world.group("pp"), width=partial(width_after, plan, model.facts), dtype=dtype,
+            device=world.device, clock=clock, sink=sink,
         )  # fmt: skip
 
     return Run(
@@ -154,5 +159,6 @@ def _parts(sharding: Sharding, stage: int, later: set[str]) -> Counter[str]:
 
 
 def _first_row(parameter: Parameter, world: World) -> int:
-    spans = parameter.spans(world.mesh, world.rank)
-    return spans[0][0] if spans else 0
+    """Where the rows of this tp rank begin: the same at every place of the pp axis."""
+    holder = world.mesh.rank(**{**world.coordinate, "pp": parameter.first.owner})
+    return parameter.spans(world.mesh, holder)[0][0]

@@ -85,7 +85,7 @@ class Run:
         place = world.coordinate
         self._first_of_replica = place["pp"] == place["tp"] == 0
         self.has_loss = place["pp"] == sharding.placement[-1]
-        """Whether the last stage is on this rank."""
+        """Whether the last stage, which has the loss, is on this rank."""
         self.owns_loss = self.has_loss and place["tp"] == 0
         """Whether its loss counts: once a replica."""
         self._counted = [
