@@ -20,7 +20,7 @@ from tests.runtime.test_numbers import random_batch, rows_of
 LAYOUTS: list[dict[str, Any]] = [
     {"pp": 2, "tp": 2, "dp": 2, "microbatches": 2}, {"pp": 3, "schedule": "gpipe", "microbatches": 4},
     {"pp": 2, "tp": 2, "schedule": "zb-h1", "microbatches": 3}, {"pp": 2, "schedule": "interleaved", "microbatches": 3},
-    {"pp": 4, "schedule": "naive"},
+    {"pp": 4, "schedule": "naive"}, {"pp": 2, "split_backward": True, "microbatches": 3, "balance": "3,1"},
 ]  # fmt: skip
 
 

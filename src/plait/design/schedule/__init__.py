@@ -9,6 +9,7 @@ from ..errors import PlanError, listed, nearest
 from . import forward, gpipe, interleaved, naive, one_f_one_b, zb_h1
 from .action import BACKWARDS, LAST, Action, Kind, Schedule, needs, partner
 from .check import check, live_microbatches, peak
+from .halves import in_halves
 from .loss_on_first import placement_with_loss, with_loss_on_first
 from .lower import lower
 from .place import Placement, loop, straight, vee
@@ -56,7 +57,7 @@ METHODS: dict[str, Method] = {
 FORWARD_ONLY = forward.make
 
 __all__ = [
-    "BACKWARDS", "FORWARD_ONLY", "LAST", "METHODS", "Action", "Kind", "Method", "Schedule", "check",
+    "BACKWARDS", "FORWARD_ONLY", "LAST", "METHODS", "Action", "Kind", "Method", "Schedule", "check", "in_halves",
     "live_microbatches", "loop", "lower", "make", "method", "needs", "partner", "peak", "placement_with_loss",
     "straight", "vee", "with_loss_on_first",
 ]  # fmt: skip

@@ -57,7 +57,6 @@ def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = 
     owed: dict[int, WeightGradients] = {}
     parts: Counter[str] = Counter()
     kept: dict[str, nn.Parameter] = {}
-    last = len(plan.placement) - 1
     for number in (number for number in numbers if number < plan.stages):
         body = StageModel(model, sharding, world.rank, number, dtype, seed=plan.seed, attention=plan.attention)
         if table.splits:
@@ -78,7 +77,7 @@ def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = 
 
     stages = {
         number: Stage(
-            bodies[number].forward if number in bodies else loss.only, summed_loss if number == last else None,
+            bodies[number].forward if number in bodies else loss.only, summed_loss if number == plan.loss_stage else None,
             owed.get(number),
         )
         for number in numbers
