@@ -225,6 +225,10 @@ def tensors_divide(plan: Plan, facts: ModelFacts) -> str | None:
     """tp cuts attention by whole groups (one KV head and its query heads), MLPs by columns, the vocabulary by rows."""
     if plan.tp == 1:
         return None
+    if all(parameter.style is None for parameter in facts.parameters):
+        return (
+            f"tp {plan.tp} cuts by a model's tensor plan, and a {facts.family} model has none: set tp 1, and pp or dp."
+        )
     for parameter in facts.parameters:
         if parameter.style is not None:
             style(parameter.style, parameter.module)  # refuses what is not carried out, by name
@@ -311,7 +315,7 @@ def width_after(plan: Plan, facts: ModelFacts, stage: int) -> int:
     """What a stage gives to the next, in elements a token on each tp rank: hidden states, or from the last stage that has
     blocks the logits, which stay cut."""
     if stage < plan.stages - 1:
-        return facts.hidden
+        return facts.widths[stage_blocks(plan, facts)[stage][1] - 1] if facts.widths else facts.hidden
     cut = plan.tp > 1 and facts.head_weight.cut is not None
     return facts.vocabulary // plan.tp if cut else facts.vocabulary
 

@@ -14,6 +14,7 @@ microbatches, e bytes of an element of compute.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -114,11 +115,14 @@ def _data(plan: Plan, sharding: Sharding, rank: int, compute: int, item: int) ->
         ranks = mesh.degree(*axes)
         if ranks > 1:
             yield Traffic(rank, ".".join(axes), "gradients", "all_reduce", ranks, len(payloads), sum(payloads))
+    tied: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
     for parameter in parameters:
         others = set(parameter.first.places) - {parameter.first.owner}
         if not others:
             continue
         owns = place["pp"] == parameter.first.owner
+        count, elements = len(others) if owns else 1, parameter.elements(mesh, rank)
         for why, receives, size in (("tied gradient", owns, item), ("tied weight", not owns, compute)):
-            operation = "receive" if receives else "send"
-            yield Traffic(rank, "pp", why, operation, plan.pp, 1, parameter.elements(mesh, rank) * size)
+            tied[why, "receive" if receives else "send"].append((count, count * elements * size))
+    for (why, operation), counts in tied.items():
+        yield Traffic(rank, "pp", why, operation, plan.pp, sum(c for c, _ in counts), sum(b for _, b in counts))
