@@ -99,6 +99,9 @@ def test_p049_batch_that_does_not_divide() -> None:
     assert "batch 12 does not divide into dp 2 x microbatches 4 = 8 equal parts" in text
     assert ways(text) == [{"batch": 16}, *({"microbatches": m} for m in (1, 2, 3, 6))]
     assert all(accepted(follow(plan, way), llama()) for way in ways(text))
+    assert "batch 8 does not divide into dp 1 x microbatches 3 = 3" in sentence(
+        Plan(batch=8, pp=2, microbatches=3), llama()
+    )
 
 
 def test_p045_more_tp_ranks_than_kv_heads() -> None:
@@ -109,7 +112,7 @@ def test_p045_more_tp_ranks_than_kv_heads() -> None:
     assert all(accepted(follow(plan, way), facts) for way in ways(text))
 
 
-def test_vocabulary_that_does_not_divide() -> None:
+def test_p043_vocabulary_that_does_not_divide() -> None:
     plan, facts = Plan(tp=2), llama(vocabulary=97)
     text = sentence(plan, facts)
     assert "tp 2 does not divide the 97 vocabulary rows of model.embed_tokens.weight" in text
