@@ -77,7 +77,7 @@ def test_p013_a_tied_weight_is_summed_over_dp_and_both_stages(
 
 def test_p021_p023_a_balance_loss_that_is_asked_for_is_refused(tmp_path: Path) -> None:
     """What is not carried out is said, and not left out in silence."""
-    with pytest.raises(PlanError, match="has output_router_logits True, .* set it to false"):
+    with pytest.raises(PlanError, match=r"has output_router_logits True, .* set it to false"):
         read(write(tmp_path, "mixtral", output_router_logits=True))
 
 
@@ -149,13 +149,13 @@ def test_p084_fused_projections_are_cut_piece_by_piece(nursery: Nursery, tmp_pat
 
 
 def greedy(model: str, layout: dict[str, Any]) -> Any:
-    """20 prompts, each with the 32 likeliest tokens after it, on every rank."""
+    """8 prompts, each with the 16 likeliest tokens after it, on every rank."""
     plan = Plan(**{"model": model, "batch": 4, "seq": 8, "steps": 1, **layout})
 
     def main(world: World) -> Any:
         with wide():
             run = build(plan, world, wide=True)
-            return [sample(run, [prompt, prompt + 1], 32, temperature=0) for prompt in range(20)]
+            return [sample(run, [prompt, prompt + 1], 16, temperature=0) for prompt in range(8)]
 
     return launch(main, plan)
 
@@ -169,6 +169,6 @@ def test_p100_p137_the_likeliest_tokens_are_the_same_in_every_layout(nursery: Nu
     """And every rank ends with them."""
     model = tiny(num_key_value_heads=4, initializer_range=0.3)
     (one,) = nursery(greedy, model, {})
-    assert len({tuple(tokens) for tokens in one}) == 20
+    assert len({tuple(tokens) for tokens in one}) == 8
     for layout in LAYOUTS:
         assert all(rank == one for rank in nursery(greedy, model, layout)), layout
