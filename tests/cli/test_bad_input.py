@@ -295,7 +295,7 @@ def test_a_config_json(refused: Refusals, config: str | bytes | dict[str, Any], 
 
 
 def test_a_check_that_the_machine_has_no_room_for(plait: Driver, refused: Refusals, tmp_path: Path) -> None:
-    """Memory of the model as it is, where training alone may have room; and a longer proof than the disk has files for."""
+    """Memory for the model as it is, and files of a proof that is longer than any disk."""
     large = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 32000}
     (tmp_path / "large").mkdir()
     (tmp_path / "large" / "config.json").write_text(json.dumps({**TINY, **large}))

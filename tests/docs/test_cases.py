@@ -16,7 +16,7 @@ def rows() -> dict[str, str]:
     return {case: here for case, _, _, here in found}
 
 
-def tested() -> dict[str, set[str]]:
+def named_in_tests() -> dict[str, set[str]]:
     """The files whose tests have an id in their names, by id."""
     found: dict[str, set[str]] = {}
     for file in sorted((ROOT / "tests").rglob("test_*.py")):
@@ -28,7 +28,7 @@ def tested() -> dict[str, set[str]]:
 
 def test_every_row_names_its_tests_and_every_test_has_its_row() -> None:
     table = {case: set(re.findall(r"`(tests/\S+\.py)`", here)) for case, here in rows().items()}
-    assert {case: files for case, files in table.items() if files} == tested()
+    assert {case: files for case, files in table.items() if files} == named_in_tests()
 
 
 def test_a_row_without_a_test_says_what_it_waits_for() -> None:
