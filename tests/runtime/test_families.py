@@ -41,7 +41,7 @@ COVERING: list[dict[str, Any]] = [
 LATER: list[dict[str, Any]] = [
     {"dp": 2, "tp": 2, "pp": 2, "schedule": "interleaved", "microbatches": 4, "compute": "bf16"},
     {"dp": 1, "tp": 2, "pp": 4, "schedule": "zb-h1", "microbatches": 4, "compute": "fp32"},
-    {"dp": 2, "tp": 2, "pp": 2, "schedule": "zb-h1", "microbatches": 2, "compute": "bf16"},
+    {"dp": 2, "tp": 2, "pp": 2, "schedule": "dualpipe-v", "microbatches": 4, "compute": "bf16"},
 ]  # fmt: skip
 """Beyond the covering set: several stages a rank, and gradients of weights that come late."""
 LAYOUTS = COVERING + LATER

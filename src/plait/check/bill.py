@@ -49,8 +49,7 @@ class Bill:
 
 def bill(plan: Plan, facts: ModelFacts, steps: int, *, shipped: bool = True) -> Bill:
     """What `steps` steps of the wide pass take, and with `shipped` the pass after it."""
-    alone = {"dp": 1, "tp": 1, "pp": 1, "ranks": 0, "schedule": "1f1b", "chunks": 0, "microbatches": 1}
-    once = plan.model_copy(update=alone | {"batch": plan.microbatch_rows, "compute": "fp32"})
+    once = Plan(model=plan.model, seq=plan.seq, batch=plan.microbatch_rows[0])
     layout = plan.model_copy(update={"compute": "fp32"})
     recorded = outputs(plan, facts)
     reference = facts.elements * (STATE + 2 * RECORD + ADDED) + 2 * recorded + 2 * memory(once, facts)[0].activations
