@@ -24,6 +24,7 @@ from torch import Tensor
 from ..design.plan import Plan
 from ..runtime.batch import IGNORE, Batch
 from ..runtime.hf.read import Model, find_blocks
+from ..runtime.hf.stage_model import transposed
 from ..runtime.hf.whole import WholeModel
 from ..runtime.training.optimizer import learning_rate
 from .bill import MOST_INSIDE, each_microbatch, looks_inside
@@ -99,6 +100,8 @@ def _steps(
     names = {f"{list_name}.{number}" for number in range(len(blocks))}
     recorder = Recorder()
     recorder.attach(watched(whole, names, inside=inside), names)
+    if inside and numerics == "wide":
+        recorder.attach_factors({name: m for name, m in whole.named_modules() if transposed(m) is not None})
     yield {Place(0, "initial weight", name).key: value.clone() for name, value in masters.items()}
     for step, batch in enumerate(batches):
         recorder.seen = {}
