@@ -89,7 +89,7 @@ SHARES: dict[str, tuple[int, Callable[[Draw], Any]]] = {
     "fewer microbatches than stages": (8, lambda d: d.plan["microbatches"] < d.degree("pp")),
     "more microbatches than stages": (15, lambda d: d.plan["microbatches"] > d.degree("pp") > 1),
     "several stages on a rank over pp": (10, lambda d: stages(d) > 1 and d.degree("pp") > 1),
-    "three stages and more on a rank": (5, lambda d: stages(d) > 2),
+    "three stages and more on a rank": (3, lambda d: stages(d) > 2),
     "backwards in two halves": (20, halves),
     "backwards in two halves over tp": (8, lambda d: halves(d) and d.degree("tp") > 1),
     "backwards in two halves over pp": (8, lambda d: halves(d) and d.degree("pp") > 1),
@@ -100,7 +100,7 @@ SHARES: dict[str, tuple[int, Callable[[Draw], Any]]] = {
 }
 """What at least so many of a hundred draws are."""
 EACH: dict[str, tuple[int, Iterable[Any], Callable[[Draw], Any]]] = {
-    "schedule": (4, RUN, lambda d: d.plan["schedule"]),
+    "schedule": (3, RUN, lambda d: d.plan["schedule"]),
     "stages on a rank": (10, (1, 2), lambda d: stages(d)),
     "split_backward": (10, (True, False), lambda d: d.plan["split_backward"]),
     "compute": (30, ("fp32", "bf16"), lambda d: d.plan["compute"]),
