@@ -79,7 +79,7 @@ def _accepted(plan: dict[str, Any], sizes: dict[str, Any]) -> bool:
 
 def _pipeline(random: Random, plan: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
     """Any schedule that degrees, microbatches and blocks allow, and any number of stages on a rank that it takes;
-    backwards in two halves in a quarter of those that leave them whole. What few draws allow comes up more often there."""
+    backwards in two halves in a quarter of those that leave them whole. What few draws allow comes up more often."""
 
     def allowed(**values: Any) -> bool:
         return _accepted(plan | values, sizes)
