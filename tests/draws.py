@@ -16,8 +16,8 @@ from typing import Any
 from plait.check.batches import KINDS
 from plait.design.errors import PlanError
 from plait.design.plan import Plan, validate
+from plait.design.schedule import RUNS
 from tests.design.facts import llama
-from tests.schedules import RUN
 
 SEEDS = range(100)
 MOST_RANKS = 8
@@ -84,7 +84,7 @@ def _pipeline(random: Random, plan: dict[str, Any], sizes: dict[str, Any]) -> di
     def allowed(**values: Any) -> bool:
         return _accepted(plan | values, sizes)
 
-    names = [name for name in RUN if allowed(schedule=name)]
+    names = [name for name in RUNS if allowed(schedule=name)]
     name = random.choices(names, [2 if name in ("naive", "interleaved") else 1 for name in names])[0]
     fit = [chunks for chunks in range(1, 5) if allowed(schedule=name, chunks=chunks)]
     chosen = {"schedule": name, "chunks": random.choice(fit)}

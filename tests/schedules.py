@@ -1,4 +1,4 @@
-"""The schedules that a run takes, for tests that hold for every one of them; a new one is found here by itself."""
+"""What schedules are like, for tests that hold for every one of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 from plait.design.errors import PlanError
 from plait.design.plan import Plan
-from plait.design.schedule import METHODS
 
 
 def runs(**changes: Any) -> bool:
@@ -16,9 +15,6 @@ def runs(**changes: Any) -> bool:
     except PlanError:
         return False
     return True
-
-
-RUN = [name for name, method in METHODS.items() if not getattr(method, "no_run", "")]
 
 
 def splits(name: str) -> bool:

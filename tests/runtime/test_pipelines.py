@@ -11,7 +11,7 @@ from plait.design.cost.memory import memory
 from plait.design.cost.traffic import traffic
 from plait.design.plan import Plan
 from plait.design.records import MemoryBill
-from plait.design.schedule import live_microbatches
+from plait.design.schedule import RUNS, live_microbatches
 from plait.runtime.batch import Batch
 from plait.runtime.comm.world import World
 from plait.runtime.hf.read import read
@@ -24,12 +24,12 @@ from tests.runtime.test_layouts import assert_equal
 from tests.runtime.test_memory_and_step_time import bills
 from tests.runtime.test_numbers import random_batch, rows_of
 from tests.runtime.test_traffic_and_time import ledger
-from tests.schedules import RUN, both_ends, runs, splits
+from tests.schedules import both_ends, runs, splits
 
 COUNTS = [(2, 1), (2, 3), (4, 2), (4, 6), (4, 8)]
 """(pp, microbatches): fewer than ranks, no multiple of them, more."""
-SPLIT = [name for name in RUN if splits(name)]
-BOTH_ENDS = [name for name in RUN if both_ends(name)]
+SPLIT = [name for name in RUNS if splits(name)]
+BOTH_ENDS = [name for name in RUNS if both_ends(name)]
 OTHERS = sorted({*SPLIT, *BOTH_ENDS, "interleaved"})
 """With backwards in two halves, or several stages on a rank."""
 
@@ -44,7 +44,7 @@ def proven(nursery: Nursery, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize(("pp", "m"), COUNTS)
-@pytest.mark.parametrize("schedule", RUN)
+@pytest.mark.parametrize("schedule", RUNS)
 def test_every_schedule_equals_one_process(nursery: Nursery, tiny: Models, schedule: str, pp: int, m: int) -> None:
     if schedule == "naive" and m > 2:
         pytest.skip("naive takes one microbatch")
@@ -63,7 +63,7 @@ def test_more_stages_on_a_rank(nursery: Nursery, tiny: Models, pp: int, chunks: 
     proven(nursery, model=model, schedule="interleaved", pp=pp, chunks=chunks, microbatches=m, split_backward=split)
 
 
-@pytest.mark.parametrize("schedule", RUN)
+@pytest.mark.parametrize("schedule", RUNS)
 def test_with_tp_and_dp(nursery: Nursery, tiny: Models, schedule: str) -> None:
     """Biases everywhere, and buckets of a tensor each, so that their order over dp matters."""
     model = tiny(num_hidden_layers=5, attention_bias=True, mlp_bias=True)
@@ -90,7 +90,7 @@ def test_tied_weights_on_the_only_rank(nursery: Nursery, model: str) -> None:
     proven(nursery, model=model, schedule="interleaved", pp=1, chunks=4, microbatches=3, split_backward=True)
 
 
-@pytest.mark.parametrize("schedule", RUN)
+@pytest.mark.parametrize("schedule", RUNS)
 def test_dropout_and_transposed_weights(nursery: Nursery, schedule: str) -> None:
     """GPT-2: dropout of 0.1 in three places, a fused projection, biases, a tied head; every weight lies [in, out]."""
     proven(nursery, model="gpt2-tiny", schedule=schedule, pp=2, tp=2, microbatches=3)
@@ -144,7 +144,7 @@ def alive(changes: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("pp", [2, 4])
-@pytest.mark.parametrize("schedule", RUN)
+@pytest.mark.parametrize("schedule", RUNS)
 def test_live_microbatches_are_those_of_the_table(nursery: Nursery, tiny: Models, schedule: str, pp: int) -> None:
     m = 6 if runs(schedule=schedule, pp=pp, microbatches=6) else 1
     changes = {"model": tiny(num_hidden_layers=8), "schedule": schedule, "pp": pp, "microbatches": m, "batch": m}
@@ -153,7 +153,7 @@ def test_live_microbatches_are_those_of_the_table(nursery: Nursery, tiny: Models
 
 
 KEPT = [
-    *({"schedule": name, "pp": pp, "microbatches": 4} for name in RUN for pp in (2, 4)),
+    *({"schedule": name, "pp": pp, "microbatches": 4} for name in RUNS for pp in (2, 4)),
     *({"schedule": name, "pp": 2, "tp": 2, "microbatches": 4, "compute": "bf16"} for name in SPLIT),
     {"schedule": "interleaved", "pp": 2, "chunks": 4, "microbatches": 4, "split_backward": True},
     {"schedule": "1f1b", "pp": 1, "microbatches": 4, "split_backward": True},
@@ -172,7 +172,7 @@ def test_what_is_kept_for_backward_is_as_predicted(nursery: Nursery, tiny: Model
 
 
 @pytest.mark.parametrize("model", ["llama-tiny", "qwen3-tiny"])
-@pytest.mark.parametrize("schedule", RUN)
+@pytest.mark.parametrize("schedule", RUNS)
 def test_bytes_are_as_predicted(nursery: Nursery, schedule: str, model: str) -> None:
     m = 4 if runs(schedule=schedule, pp=2, microbatches=4) else 1
     changes = {"schedule": schedule, "pp": 2, "dp": 2, "microbatches": m}

@@ -13,11 +13,11 @@ from plait.check.batches import KINDS, awkward_batches
 from plait.check.places import Verdict
 from plait.check.proof import prove
 from plait.design.plan import Plan
+from plait.design.schedule import RUNS
 from plait.runtime.hf.read import read
 from tests.conftest import Models
 from tests.draws import ACTIVATIONS, ROPES, SEEDS, Draw, draw
 from tests.nursery import Nursery
-from tests.schedules import RUN
 
 
 def proof(model_name: str, values: dict[str, Any], kinds: list[str]) -> list[Any]:
@@ -100,7 +100,7 @@ SHARES: dict[str, tuple[int, Callable[[Draw], Any]]] = {
 }
 """What at least so many of a hundred draws are."""
 EACH: dict[str, tuple[int, Iterable[Any], Callable[[Draw], Any]]] = {
-    "schedule": (3, RUN, lambda d: d.plan["schedule"]),
+    "schedule": (3, RUNS, lambda d: d.plan["schedule"]),
     "stages on a rank": (10, (1, 2), lambda d: stages(d)),
     "split_backward": (10, (True, False), lambda d: d.plan["split_backward"]),
     "compute": (30, ("fp32", "bf16"), lambda d: d.plan["compute"]),

@@ -189,7 +189,7 @@ class _Desk:
         return explained(verdict, evidence)
 
     def _show(self, key: str | None, file: Path) -> None:
-        """Writes what this rank has at the place that rank 0 asks for, and what its blocks got of that microbatch."""
+        """Writes what this rank has at the place that rank 0 asks for, and what its other blocks got of it."""
         if key is None or file.exists():
             return
         quantity, rest = key.split("|", 1)

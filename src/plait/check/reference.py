@@ -132,7 +132,9 @@ def _accumulate(plan: Plan, whole: WholeModel, batch: Batch, gradients: dict[str
     apart = 0 < size * plan.dp * plan.microbatches <= MOST_INSIDE
     tokens = int((batch.targets != IGNORE).sum())
     loss = torch.zeros((), dtype=torch.float64)
-    for number, microbatch in enumerate(batch.split(plan.dp * plan.microbatches)):
+    # Each dp rank's rows by themselves, as they need not divide by the microbatches.
+    microbatches = [part for share in batch.split(plan.dp) for part in share.split(plan.microbatches)]
+    for number, microbatch in enumerate(microbatches):
         record_batch(recorder, microbatch, number)
         recorder.microbatch = number
         logits = whole.forward(microbatch)
