@@ -87,7 +87,8 @@ def step_times(model: str, changes: dict[str, Any], loader_ms: float, compute_ms
     def main(world: World) -> Any:
         run = build(plan, world)
         if compute_ms:
-            forward = run.stage.forward
+            (stage,) = run.stages.values()
+            forward = stage.forward
 
             def slow(batch: Batch, received: Any) -> Any:
                 begin = time.perf_counter()
@@ -95,7 +96,7 @@ def step_times(model: str, changes: dict[str, Any], loader_ms: float, compute_ms
                 time.sleep(max(0.0, compute_ms / 1000 - (time.perf_counter() - begin)))
                 return output
 
-            run.stage.forward = slow  # type: ignore[method-assign]
+            stage.forward = slow  # type: ignore[method-assign]
 
         ready = [rows_of(random_batch(plan, seed=seed), world) for seed in range(steps)]
 
