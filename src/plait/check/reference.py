@@ -24,6 +24,7 @@ from torch import Tensor
 from ..design.plan import Plan
 from ..runtime.batch import IGNORE, Batch
 from ..runtime.hf.read import Model, find_blocks
+from ..runtime.hf.stage_model import transposed
 from ..runtime.hf.whole import WholeModel
 from ..runtime.training.optimizer import learning_rate
 from .places import Place
@@ -107,6 +108,8 @@ def _steps(
     names = {f"{list_name}.{number}" for number in range(len(blocks))}
     recorder = Recorder()
     recorder.attach(watched(whole, names, inside=inside), names)
+    if inside and numerics == "wide":
+        recorder.attach_factors({name: m for name, m in whole.named_modules() if transposed(m) is not None})
     yield {Place(0, "initial weight", name).key: value.clone() for name, value in masters.items()}
     for step, batch in enumerate(batches):
         recorder.seen = {}
@@ -129,7 +132,9 @@ def _accumulate(plan: Plan, whole: WholeModel, batch: Batch, gradients: dict[str
     apart = 0 < size * plan.dp * plan.microbatches <= MOST_INSIDE
     tokens = int((batch.targets != IGNORE).sum())
     loss = torch.zeros((), dtype=torch.float64)
-    for number, microbatch in enumerate(batch.split(plan.dp * plan.microbatches)):
+    # Each dp rank's rows by themselves, as they need not divide by the microbatches.
+    microbatches = [part for share in batch.split(plan.dp) for part in share.split(plan.microbatches)]
+    for number, microbatch in enumerate(microbatches):
         record_batch(recorder, microbatch, number)
         recorder.microbatch = number
         logits = whole.forward(microbatch)

@@ -69,7 +69,7 @@ def _run(plan: Plan, origin: dict[str, str], *, full: bool, plant: Callable[[], 
     refuse_too_many(plan.world)
     small = twin(model, plan)
     if not full:
-        model = small.model
+        model, plan = small.model, small.plan
         validate(plan, model.facts)
     refuse_memory(plan, model.facts, wide=True)
     console = Terminal()

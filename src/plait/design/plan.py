@@ -8,10 +8,12 @@ a way out, and all of them are asked before any rank starts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from . import balance as dealing
 from .errors import PlanError, divisors, listed, nearest
 from .facts import ModelFacts
 from .layout import balanced
@@ -48,6 +50,10 @@ class Plan(BaseModel):
     chunks: int = Field(0, ge=0, description="Pipeline stages on each rank; 0: the least that the schedule takes.")
     split_backward: bool = Field(
         False, description="Part every backward in two also where the schedule does not ask for it, to time the halves."
+    )
+    balance: str = Field(
+        "uniform",
+        description="What is even over the stages: blocks (uniform), parameters or cost; or each one's blocks: 5,6,6,5.",
     )
     microbatches: int = Field(1, ge=1, description="Microbatches a step on each data parallel rank.")
     batch: int = Field(8, ge=1, description="Rows in one step, over all ranks.")
@@ -114,8 +120,10 @@ class Plan(BaseModel):
         return in_halves(found) if self.split_backward else found
 
     @property
-    def microbatch_rows(self) -> int:
-        return self.batch // (self.dp * self.microbatches)
+    def microbatch_rows(self) -> tuple[int, ...]:
+        """The rows of every microbatch of a data parallel rank: they differ by at most one, larger first."""
+        spans = (balanced(self.batch // self.dp, self.microbatches, number) for number in range(self.microbatches))
+        return tuple(stop - start for start, stop in spans)
 
     @property
     def bucket_bytes(self) -> int:
@@ -163,17 +171,17 @@ def degrees_make_the_ranks(plan: Plan, facts: ModelFacts) -> str | None:
 
 
 def batch_divides(plan: Plan, facts: ModelFacts) -> str | None:
-    parts = plan.dp * plan.microbatches
-    if plan.batch % parts == 0:
-        return None
-    product = f"dp {plan.dp} x microbatches {plan.microbatches} = {parts}"
-    if plan.batch < parts:
-        why = f"batch {plan.batch} < {product}"
-    else:
-        why = f"batch {plan.batch} does not divide into {product} equal parts"
-    above = -(-plan.batch // parts) * parts
-    fits = [m for m in divisors(plan.batch) if plan.batch % (plan.dp * m) == 0]
-    return f"{why}: set batch {above}" + (f", or microbatches {listed(fits)}." if fits else ".")
+    """A data parallel rank has as many rows as every other, and each of its microbatches at least one."""
+    least = plan.dp * plan.microbatches
+    if plan.batch < least:
+        product = f"dp {plan.dp} x microbatches {plan.microbatches} = {least}"
+        fewer, rest = divmod(plan.batch, plan.dp)
+        way = f", or microbatches {fewer} or less" if fewer and not rest else ""
+        return f"batch {plan.batch} < {product}: set batch {least}{way}."
+    if plan.batch % plan.dp:
+        above = -(-plan.batch // plan.dp) * plan.dp
+        return f"batch {plan.batch} does not divide into dp {plan.dp} equal parts: set batch {above}."
+    return None
 
 
 def schedule_is_known(plan: Plan, facts: ModelFacts) -> str | None:
@@ -201,6 +209,10 @@ def blocks_fill_stages(plan: Plan, facts: ModelFacts) -> str | None:
             f"blocks: {fewer}."
         )
     return f"pp {plan.pp} stages need a block each, but the model has {have} blocks: set pp {have} or less."
+
+
+def blocks_are_dealt(plan: Plan, facts: ModelFacts) -> str | None:
+    return dealing.refusal(plan.balance, plan.stages, facts.blocks)
 
 
 def tensors_divide(plan: Plan, facts: ModelFacts) -> str | None:
@@ -254,8 +266,8 @@ def evaluation_is_asked_for(plan: Plan, facts: ModelFacts) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
-    degrees_make_the_ranks, schedule_is_known, batch_divides, blocks_fill_stages, tensors_divide, sequence_fits,
-    warm_up_ends, own_attention_drops_nothing, evaluation_is_asked_for,
+    degrees_make_the_ranks, schedule_is_known, batch_divides, blocks_fill_stages, blocks_are_dealt, tensors_divide,
+    sequence_fits, warm_up_ends, own_attention_drops_nothing, evaluation_is_asked_for,
 )  # fmt: skip
 
 
@@ -280,8 +292,13 @@ def validate(plan: Plan, facts: ModelFacts) -> None:
 
 
 def stage_blocks(plan: Plan, facts: ModelFacts) -> list[tuple[int, int]]:
-    """(first, one after the last) block of every stage: sizes differ by at most one, the larger stages first."""
-    return [balanced(facts.blocks, plan.stages, stage) for stage in range(plan.stages)]
+    """(first, one after the last) block of every stage, as the plan's balance deals them (balance.py)."""
+    if plan.balance == dealing.UNIFORM:
+        return [balanced(facts.blocks, plan.stages, stage) for stage in range(plan.stages)]
+    sizes = dealing.written(plan.balance)
+    if sizes is None:
+        sizes = dealing.dealt(dealing.weights(facts, plan.balance, plan.seq), plan.stages)
+    return list(pairwise([0, *accumulate(sizes)]))
 
 
 def stage_of_block(plan: Plan, facts: ModelFacts, block: int) -> int:

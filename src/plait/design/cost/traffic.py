@@ -1,6 +1,7 @@
 """The bytes that a step moves, per rank, axis and reason: what the ledger of a run must show, to the byte.
 
-Symbols: b rows of a microbatch, s tokens of a row, h hidden size, m microbatches, e bytes of an element of compute.
+Symbols: b rows of a microbatch (their mean: m b are the rows of a dp rank), s tokens of a row, h hidden size, m
+microbatches, e bytes of an element of compute.
 
     tp   each block        forward 2 sums, backward 2 sums, of b s h e each, m times
          embedding, head   one sum forward, one backward, of b s h e
@@ -46,7 +47,8 @@ def _tensor(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, comput
     if plan.tp == 1:
         return
     place = plan.mesh.coordinate(rank)["pp"]
-    tokens = plan.microbatch_rows * plan.seq
+    # All of a step's, over its microbatches.
+    tokens = sum(plan.microbatch_rows) * plan.seq
     whole = tokens * facts.hidden * compute
     # A stage reads its inputs and writes its outputs by itself, also where another is on the same rank.
     inputs = outputs = experts = 0
@@ -66,7 +68,7 @@ def _tensor(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, comput
 
     def sums(why: str, count: int, payload: int) -> Iterator[Traffic]:
         if count:
-            yield Traffic(rank, "tp", why, "all_reduce", plan.tp, m * count, m * count * payload)
+            yield Traffic(rank, "tp", why, "all_reduce", plan.tp, m * count, count * payload)
 
     yield from sums("row-parallel output", outputs, whole)
     yield from sums("column-parallel input gradient", inputs, whole)
@@ -79,13 +81,14 @@ def _tensor(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, comput
 def _pipeline(plan: Plan, facts: ModelFacts, rank: int, compute: int) -> Iterator[Traffic]:
     """A message for each boundary of two stages that are not on one rank, and each microbatch."""
     place, placement = plan.mesh.coordinate(rank)["pp"], plan.placement
-    payload = plan.microbatch_rows * plan.seq * facts.hidden * compute
-    ahead = sum(here == place != there for here, there in pairwise(placement)) * plan.microbatches
-    behind = sum(there == place != here for here, there in pairwise(placement)) * plan.microbatches
+    payload = sum(plan.microbatch_rows) * plan.seq * facts.hidden * compute
+    ahead = sum(here == place != there for here, there in pairwise(placement))
+    behind = sum(there == place != here for here, there in pairwise(placement))
     for count, send, receive in ((ahead, "activation", "gradient"), (behind, "gradient", "activation")):
         if count:
-            yield Traffic(rank, "pp", send, "send", plan.pp, count, count * payload)
-            yield Traffic(rank, "pp", receive, "receive", plan.pp, count, count * payload)
+            calls = count * plan.microbatches
+            yield Traffic(rank, "pp", send, "send", plan.pp, calls, count * payload)
+            yield Traffic(rank, "pp", receive, "receive", plan.pp, calls, count * payload)
 
 
 def _modules(facts: ModelFacts, sharding: Sharding, stage: int) -> Iterator[tuple[str, str]]:
