@@ -91,9 +91,12 @@ def seconds(table: Schedule, times: Times, *, rolling: bool = False) -> float:
 
 def fits(table: Schedule, times: Times, limit: float) -> bool:
     """Whether no rank keeps more than `limit`."""
-    kept, deferred = times.activation.__getitem__, times.deferred.__getitem__
     return all(
-        peak(table, rank, forward=kept, deferred=deferred) <= limit * (1 + TINY) for rank in range(table.ranks)
+        peak(
+            table, rank, forward=lambda stage, _: times.activation[stage], deferred=lambda stage, _: times.deferred[stage]
+        )
+        <= limit * (1 + TINY)
+        for rank in range(table.ranks)
     )  # fmt: skip
 
 
