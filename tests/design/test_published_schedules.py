@@ -70,7 +70,7 @@ def test_memory_and_bubble_of_the_v_schedules(entry: dict[str, Any], p: int) -> 
     schedule = make(name, p, m)
     lifespan = int(entry["lifespan_max"].removesuffix("d")) * p
     for deferred in (0.0, 0.25, 0.5):
-        kept = max(peak(schedule, r, forward=lambda stage: 0.5, deferred=lambda stage: deferred) for r in range(p))  # noqa: B023
+        kept = max(peak(schedule, r, forward=lambda *_: 0.5, deferred=lambda *_: deferred) for r in range(p))  # noqa: B023
         assert kept <= (math.ceil(lifespan / 6) + 2) / 2
         assert kept <= {"zb-v": p, "v-half": p // 2 + 1, "v-min": math.ceil(p / 3) + 1}[name]
     timeline = simulate(schedule)
@@ -119,7 +119,7 @@ def test_the_table_of_deepseek(entry: dict[str, Any], pp: int, times: tuple[floa
         # On a rank, of the model's share for one of pp ranks.
         share = len(schedule.on(0)) / (schedule.stages / schedule.chains)
         assert share * pp == (2 if name == "dualpipe-v" else entry["params_factor"])
-        live = max(peak(schedule, r, forward=lambda stage: 1, deferred=lambda stage: 0) for r in range(schedule.ranks))
+        live = max(peak(schedule, r, forward=lambda *_: 1, deferred=lambda *_: 0) for r in range(schedule.ranks))
         assert live == {"PP": pp, "PP+1": pp + 1}[entry["activation_factor"]]
 
 
