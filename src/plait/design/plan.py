@@ -18,7 +18,7 @@ from .errors import PlanError, divisors, listed, nearest
 from .facts import ModelFacts
 from .layout import balanced
 from .mesh import AXES, Mesh
-from .schedule import RUNS, Schedule, in_halves, make, method
+from .schedule import RUNS, method, suitable
 from .styles import style
 
 
@@ -48,6 +48,11 @@ class Plan(BaseModel):
     pp: int = Field(1, ge=1, description="Pipeline parallel degree.")
     schedule: str = Field("1f1b", description=f"Pipeline schedule: {listed(RUNS)}.")
     chunks: int = Field(0, ge=0, description="Pipeline stages on each rank; 0: the least that the schedule takes.")
+    schedule_limit: float = Field(
+        1.0,
+        gt=0,
+        description="auto: what a rank may keep for backward, as a multiple of what 1f1b's fullest rank keeps.",
+    )
     split_backward: bool = Field(
         False, description="Part every backward in two also where the schedule does not ask for it, to time the halves."
     )
@@ -113,11 +118,6 @@ class Plan(BaseModel):
     def placement(self) -> tuple[int, ...]:
         """The place on the pp axis of every stage."""
         return method(self.schedule).place(self.pp, self.stages_per_rank)
-
-    def table(self) -> Schedule:
-        """Its schedule: computation only."""
-        found = make(self.schedule, self.pp, self.microbatches, self.chunks)
-        return in_halves(found) if self.split_backward else found
 
     @property
     def microbatch_rows(self) -> tuple[int, ...]:
@@ -188,10 +188,19 @@ def schedule_is_known(plan: Plan, facts: ModelFacts) -> str | None:
     try:
         if why := method(plan.schedule).no_run:
             return f"The schedule {plan.schedule} is for plait schedule only. It {why}."
-        plan.table()
+        suitable(plan.schedule, plan.pp, plan.microbatches, plan.chunks)
     except PlanError as error:
         return str(error)
     return None
+
+
+def limit_is_for_a_search(plan: Plan, facts: ModelFacts) -> str | None:
+    if plan.schedule_limit == 1 or method(plan.schedule).searched:
+        return None
+    return (
+        f"schedule_limit {plan.schedule_limit:g} is the limit of a search, but {plan.schedule} is not searched for: "
+        "set schedule auto, or schedule_limit 1."
+    )
 
 
 def blocks_fill_stages(plan: Plan, facts: ModelFacts) -> str | None:
@@ -266,8 +275,8 @@ def evaluation_is_asked_for(plan: Plan, facts: ModelFacts) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
-    degrees_make_the_ranks, schedule_is_known, batch_divides, blocks_fill_stages, blocks_are_dealt, tensors_divide,
-    sequence_fits, warm_up_ends, own_attention_drops_nothing, evaluation_is_asked_for,
+    degrees_make_the_ranks, schedule_is_known, limit_is_for_a_search, batch_divides, blocks_fill_stages,
+    blocks_are_dealt, tensors_divide, sequence_fits, warm_up_ends, own_attention_drops_nothing, evaluation_is_asked_for,
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from ...design.plan import Plan, validate
 from ...design.schedule import FORWARD_ONLY, Schedule, check, lower
 from ...design.sharding import Parameter, Sharding, buckets, shard
 from ...design.styles import style
+from ...design.table import table
 from ..comm.world import Group, World
 from ..hf.read import Model, read
 from ..hf.stage_model import StageModel, transposed
@@ -44,8 +45,8 @@ def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = 
     place = world.coordinate["pp"]
     numbers = sharding.stages_at(place)
     held = sharding.at(place)
-    table = plan.table()
-    schedule = lower(table, reduce=True)
+    computed = table(plan, model.facts)
+    schedule = lower(computed, reduce=True)
     check(schedule)
 
     # The modules of each stage here, without memory; then tp replaces forwards, and split backward what linear layers do
@@ -58,7 +59,7 @@ def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = 
     kept: dict[str, nn.Parameter] = {}
     for number in numbers:
         body = StageModel(model, sharding, world.rank, number, dtype, seed=plan.seed, attention=plan.attention)
-        if table.splits:
+        if computed.splits:
             owed[number] = WeightGradients()
         later = _replace_forwards(model, body, sharding, world, tp, shared, number, owed.get(number))
         parts += _parts(sharding, number, later)
