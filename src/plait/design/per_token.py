@@ -16,7 +16,7 @@ Bytes: every tensor that some backward needs, once; h hidden, a heads of D, t tp
     plain MLP   2 f e / t              the output before the activation and after it
     stage       2 D e                  cosines and sines of the positions
     embedding   9 where t > 1          the tokens' places among the own rows, and the mask of those that are elsewhere
-    head, loss  4 V / t + 18           fp32 exponentials, their sum, the target and its two masks; last stage only
+    head, loss  4 V / t + 18           fp32 exponentials, their sum, the target and its two masks; where the loss is
 
 Where backward is split, what the linear layers read and the gradients of what they gave (`deferred`) live on until the
 backward of the weights. After Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022,
@@ -52,14 +52,14 @@ def kept(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int) -> int:
     """Bytes that one token leaves for backward on each rank of `stage`."""
     item, t = ELEMENT[plan.compute], plan.tp
     used = [facts.by_name[held.name] for held in sharding.on_stage(stage)]
-    token = 2 * (facts.hidden // facts.heads) * item
+    token = 2 * (facts.hidden // facts.heads) * item if used else 0  # the loss may be a stage without blocks
     for block, ours in groupby(used, lambda fact: fact.block):
         weights = [fact for fact in ours if fact.tensor == "weight"]
         token += sum(facts.hidden * (WIDE + 2 * item) + WIDE for fact in weights if len(fact.shape) == 1)
         token += 9 * (t > 1) * sum(fact.style == "embedding_rowwise" for fact in weights)
         if block is not None:
             token += (_matrices(weights) * item + WIDE * facts.heads) // t
-    if stage == plan.stages - 1:
+    if stage == plan.loss_stage:
         token += WIDE * facts.vocabulary // t + 18
     return token
 

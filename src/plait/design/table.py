@@ -6,7 +6,7 @@ from .errors import PlanError
 from .facts import ModelFacts
 from .per_token import deferred, kept, operations
 from .plan import Plan
-from .schedule import Schedule, Times, in_halves, make, method, peak, search
+from .schedule import Schedule, Times, in_halves, make, method, peak, search, with_loss_on_first
 from .sharding import shard
 
 
@@ -16,11 +16,17 @@ def table(plan: Plan, facts: ModelFacts) -> Schedule:
         found = searched(plan, facts)
     else:
         found = make(plan.schedule, plan.pp, plan.microbatches, plan.chunks)
-    return in_halves(found) if plan.split_backward else found
+    found = in_halves(found) if plan.split_backward else found
+    return with_loss_on_first(found) if plan.loss_at == "first" else found
 
 
 def searched(plan: Plan, facts: ModelFacts) -> Schedule:
     """The shortest that is found where no rank keeps more than the plan's limit."""
+    if not facts.heads:
+        raise PlanError(
+            f"schedule {plan.schedule} is searched for with what a transformer's blocks compute, not a plain list's: use "
+            "zb-h1 or 1f1b."
+        )
     times = estimate(plan, facts)
     plain = make("1f1b", plan.pp, plan.microbatches)
     most = max(

@@ -43,13 +43,14 @@ def _bill(plan: Plan, facts: ModelFacts, sharding: Sharding, schedule: Schedule,
     used = sum(one.elements(sharding.mesh, rank) for one in held)
     owned = [one for one in held if one.first.owner == place]
     state = sum(one.elements(sharding.mesh, rank) for one in owned)
-    stages = sharding.stages_at(place)
+    stages = sharding.stages_at(place) if facts.heads else ()
     forward = {stage: kept(plan, facts, sharding, stage) for stage in stages}
     later = {stage: deferred(plan, facts, sharding, stage) for stage in stages}
     tokens = [rows * plan.seq for rows in plan.microbatch_rows]
     # The loss of a microbatch is multiplied by one fp32 number.
-    activations = peak(
-        schedule, place, forward=lambda stage, m: forward[stage] * tokens[m] + WIDE * (stage == plan.stages - 1),
+    # What the modules of a plain list keep is not known on paper.
+    activations = 0 if not stages else peak(
+        schedule, place, forward=lambda stage, m: forward[stage] * tokens[m] + WIDE * (stage == plan.loss_stage),
         deferred=lambda stage, m: later[stage] * tokens[m],
         arriving=lambda stage, m: arriving(plan, facts, stage) * tokens[m] if schedule.splits else 0,
     )  # fmt: skip

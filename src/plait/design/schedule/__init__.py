@@ -25,6 +25,7 @@ from .action import BACKWARDS, LAST, Action, Kind, Schedule, needs, partner
 from .check import check, live_microbatches, peak
 from .greedy import Times
 from .halves import in_halves
+from .loss_on_first import placement_with_loss, with_loss_on_first
 from .lower import lower
 from .place import Placement, loop, straight, vee
 
@@ -123,7 +124,7 @@ FORWARD_ONLY = forward.make
 __all__ = [
     "BACKWARDS", "FORWARD_ONLY", "LAST", "METHODS", "RUNS", "Action", "Kind", "Method", "Schedule", "Times",
     "check", "in_halves", "live_microbatches", "loop", "lower", "make", "method", "needs", "one_stage_each", "partner",
-    "peak", "search", "straight", "suitable", "vee",
+    "peak", "placement_with_loss", "search", "straight", "suitable", "vee", "with_loss_on_first",
 ]  # fmt: skip
 
 
