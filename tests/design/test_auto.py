@@ -37,6 +37,10 @@ from plait.design.table import table as table_of
 from tests.design.facts import llama
 
 REFERENCE = Path(__file__).parents[1] / "references" / "zero_bubble_2p.json"
+PAGE = [
+    line.removesuffix(" |")
+    for line in (Path(__file__).parents[2] / "docs/methods/auto.md").read_text("utf-8").splitlines()
+]
 PAPER: list[dict[str, Any]] = json.loads(REFERENCE.read_text(encoding="utf-8"))["settings"]
 EVERY = pytest.mark.parametrize("row", PAPER, ids=lambda row: f"{row['model']}-m{row['m']}")
 
@@ -77,6 +81,8 @@ def test_the_search_alone_reaches_the_published_rates(row: dict[str, Any], times
     table = search_alone(p, m, of(row), limit, rolling=True)
     check(table)
     assert rate(row, table) <= row[f"zb_{times_p}p"]
+    shown = next(line for line in PAGE if line.startswith(f"| {row['model']} | {p} | {m} |")).split(" | ")
+    assert shown[2 * times_p + 1 : 2 * times_p + 3] == [f"{row[f'zb_{times_p}p']:.4f}", f"{rate(row, table):.4f}"]
     # The memory is counted here once more, without the search's own count.
     h, a, s = row["hidden"], row["heads"], row["seq"]
     share = 32 * h / (34 * h + 5 * a * s)
