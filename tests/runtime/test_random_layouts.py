@@ -77,6 +77,15 @@ SHARES: dict[str, tuple[int, Callable[[Draw], Any]]] = {
         10,
         lambda d: odd(d, "vocab_size") and odd(d, "intermediate_size") and "tp" in axes(d),
     ),
+    "rows that do not divide by the microbatches": (
+        10,
+        lambda d: d.plan["batch"] // d.degree("dp") % d.plan["microbatches"],
+    ),
+    "stages dealt by hand": (20, lambda d: "," in d.plan["balance"]),
+    "stages dealt by parameters or cost": (
+        10,
+        lambda d: d.degree("pp") > 1 and d.plan["balance"] in ("parameters", "cost"),
+    ),
     "fewer microbatches than stages": (8, lambda d: d.plan["microbatches"] < d.degree("pp")),
     "more microbatches than stages": (15, lambda d: d.plan["microbatches"] > d.degree("pp") > 1),
     "rows of one token": (5, lambda d: d.plan["seq"] == 1),
