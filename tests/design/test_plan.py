@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.design.cost.traffic import traffic
-from plait.design.errors import PlanError
+from plait.design.errors import PlanError, listed
 from plait.design.facts import ModelFacts
 from plait.design.mesh import AXES
 from plait.design.plan import RULES, Plan, Rule, legal_tp, validate
-from plait.design.schedule import METHODS
+from plait.design.schedule import METHODS, RUNS
 from plait.design.sharding import shard
 from tests.design.facts import llama
 
@@ -59,9 +59,12 @@ def ways(text: str) -> list[dict[str, Any]]:
     for field, words in (("microbatches", "Set microbatches "), ("tp", "tp ")):
         end = r"\." if field == "tp" else ","
         found += [{field: n} for match in re.findall(rf"{words}{NUMBERS}{end}", text) for n in numbers(match)]
-    for names in re.findall(r"use ((?:(?! with )[\w, -])+?)[.]", text):
+    for names in re.findall(r"use ([\w, -]+?)[.]", text):
         found += [{"schedule": name} for name in re.split(", | or ", names)]
-    found += [{"schedule": "1f1b", "pp": int(n)} for n in re.findall(r"use 1f1b with pp (\d+)", text)]
+    found += [{"schedule": name} for name in re.findall(r"set schedule ([\w-]+), which", text)]
+    found += [{"chunks": int(n)} for n in re.findall(r"Set chunks (\d+)", text)]
+    for degree in re.findall(r"set schedule 1f1b, chunks 0, pp (\d+)", text):
+        found.append({"schedule": "1f1b", "chunks": 0, "pp": int(degree)})
     for names in re.findall(r"use ([\w, ]+) or the blocks", text):
         found += [{"balance": name} for name in names.split(", ")]
     return found
@@ -135,7 +138,7 @@ def test_p045_more_tp_ranks_than_kv_heads() -> None:
     assert all(accepted(follow(plan, way), facts) for way in ways(text))
 
 
-def test_vocabulary_that_does_not_divide() -> None:
+def test_p043_vocabulary_that_does_not_divide() -> None:
     plan, facts = Plan(tp=2), llama(vocabulary=97)
     text = sentence(plan, facts)
     assert "tp 2 does not divide the 97 vocabulary rows of model.embed_tokens.weight" in text
@@ -171,7 +174,36 @@ def test_schedules_that_cannot_be() -> None:
     assert ways(text) == [{"microbatches": 1}, {"schedule": "gpipe"}, {"schedule": "1f1b"}]
     assert all(accepted(follow(plan, way), llama()) for way in ways(text))
     text = sentence(Plan(schedule="1f1v"), llama())
-    assert text == "There is no schedule '1f1v'; use naive, gpipe, 1f1b, interleaved or zb-h1. Did you mean '1f1b'?"
+    assert text == f"There is no schedule '1f1v'; use {listed(RUNS)}. Did you mean '1f1b'?"
+
+
+def test_a_schedule_that_no_run_takes() -> None:
+    text = sentence(Plan(schedule="dualpipe", pp=3), llama())
+    assert text == (
+        "The schedule dualpipe is for plait schedule only. It keeps two copies of the model, whose gradients no run "
+        "sums: set schedule dualpipe-v, which has the same pairs and one copy."
+    )
+    assert ways(text) == [{"schedule": "dualpipe-v"}]
+    assert accepted(Plan(schedule="dualpipe-v", pp=2), llama())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "near"), [("zb-v", 1, 2), ("v-min", 3, 2), ("1f1b", 2, 1), ("interleaved", 1, 2)]
+)
+def test_stages_that_a_schedule_does_not_put_on_a_rank(schedule: str, chunks: int, near: int) -> None:
+    plan = Plan(schedule=schedule, chunks=chunks, pp=2)
+    text = sentence(plan, llama())
+    assert f"The schedule {schedule} puts {near}" in text
+    assert f"but chunks is {chunks}" in text
+    assert ways(text) == [{"chunks": near}]
+    assert accepted(follow(plan, {"chunks": near}), llama())
+
+
+def test_more_stages_on_the_ranks_than_blocks() -> None:
+    text = sentence(Plan(schedule="zb-v", pp=3), llama(blocks=4))
+    assert text == "pp 3 x 2 stages a rank = 6 stages need a block each, but the model has 4 blocks: set pp 2 or less."
+    text = sentence(Plan(schedule="zb-v", pp=3), llama(blocks=1))
+    assert ways(text) == [{"schedule": "1f1b", "chunks": 0, "pp": 1}]
 
 
 # --- all rules at once
@@ -204,10 +236,11 @@ def test_advice_is_accepted_when_followed(plan: Plan, facts: ModelFacts) -> None
     """Every way out of a sentence silences its rule, and following the first way again and again ends in a plan that
     is accepted, for there is no advice that goes in a circle."""
     for _ in range(2 * len(RULES)):
-        failing = [(rule, text) for rule in RULES if (text := said(rule, plan, facts))]
-        if not failing:
+        # Each rule may take for granted what those before it hold.
+        failing = next(((rule, text) for rule in RULES if (text := said(rule, plan, facts))), None)
+        if failing is None:
             break
-        rule, text = failing[0]
+        rule, text = failing
         assert sentence(plan, facts) == text
         options = ways(text)
         assert options, text

@@ -68,7 +68,8 @@ def weights(facts: ModelFacts, what: str, seq: int) -> list[int]:
     found = [6 * (seq + 1) * _attention_width(facts) if costs else 0] * facts.blocks
     for fact in facts.parameters:
         if fact.block is not None:
-            found[fact.block] += _flops(fact, facts) if costs else fact.elements
+            for block in {fact.block, *fact.tied_blocks}:
+                found[block] += _flops(fact, facts) if costs else fact.elements
         elif not costs:
             places = {-1 if fact.after_blocks else 0} | ({-1} if fact.tied else set())
             for place in places if facts.blocks > 1 else {0}:

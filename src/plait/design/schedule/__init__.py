@@ -6,10 +6,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import PlanError, listed, nearest
-from . import forward, gpipe, interleaved, naive, one_f_one_b, zb_h1
+from . import (
+    auto,
+    dualpipe,
+    dualpipe_v,
+    forward,
+    gpipe,
+    interleaved,
+    naive,
+    one_f_one_b,
+    v_half,
+    v_min,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
 from .action import BACKWARDS, LAST, Action, Kind, Schedule, needs, partner
 from .check import check, live_microbatches, peak
+from .greedy import Times
 from .halves import in_halves
+from .loss_on_first import placement_with_loss, with_loss_on_first
 from .lower import lower
 from .place import Placement, loop, straight, vee
 
@@ -18,16 +34,26 @@ Make = Callable[[int, int, int], Schedule]
 
 @dataclass(frozen=True)
 class Method:
-    """A way to make a table of computation: make(p ranks, m microbatches, v stages a rank). It takes any p; `chunks` are
-    the least and the most v that it takes (its default is the least), `microbatches` the least and the most m."""
+    """A way to make a table of computation: make(p ranks, m microbatches, v stages a rank). It takes every p that
+    `multiple` divides; `chunks` are the least and the most v that it takes (its default is the least), `microbatches` the
+    least and the most m. `no_run` says why no run takes it, and what to take instead: it is there to be looked at."""
 
     make: Make
     place: Placement = straight
     chunks: tuple[int, int] = (1, 1)
     microbatches: tuple[int, int] = (1, 1 << 16)
+    multiple: int = 1
+    no_run: str = ""
 
     def refusal(self, name: str, ranks: int, microbatches: int, chunks: int) -> str | None:
         """Why it cannot be made for these, with the nearest that it can be made for."""
+        if ranks % self.multiple:
+            above = -(-ranks // self.multiple) * self.multiple
+            legal_pp = listed([degree for degree in (above - self.multiple, above) if degree])
+            return (
+                f"The schedule {name} takes a multiple of {self.multiple} ranks, but pp is {ranks}. Set pp {legal_pp}, "
+                "or use gpipe or 1f1b."
+            )
         few, many = self.microbatches
         if not few <= microbatches <= many:
             legal = f"{few}" if few == many else f"{few} or more" if microbatches < few else f"{many} or fewer"
@@ -44,26 +70,65 @@ class Method:
         return None
 
 
+def one_stage_each(ranks: int, microbatches: int) -> tuple[Schedule, ...]:
+    """The tables that `auto` is never slower than, where they fit: of every other method with stage s on rank s."""
+    return tuple(
+        found.make(ranks, microbatches, 1)
+        for name, found in METHODS.items()
+        if name != "auto" and found.place is straight and found.refusal(name, ranks, microbatches, 1) is None
+    )
+
+
+def search(ranks: int, microbatches: int, times: Times, limit: float) -> Schedule:
+    """auto's table for p = `ranks` and m = `microbatches`: what one costs on each stage, what a rank may keep."""
+    return auto.search(ranks, microbatches, times, limit, candidates=one_stage_each(ranks, microbatches))
+
+
+def search_in_units(ranks: int, microbatches: int, chunks: int) -> Schedule:
+    """auto's table on the textbook's clock, where the weights' backward keeps as much as a forward, within 1f1b's p."""
+    ones = (1.0,) * ranks
+    return search(ranks, microbatches, Times(ones, ones, ones, activation=ones, deferred=ones), ranks)
+
+
 METHODS: dict[str, Method] = {
     "naive": Method(naive.make, microbatches=(1, 1)),
     "gpipe": Method(gpipe.make),
     "1f1b": Method(one_f_one_b.make),
     "interleaved": Method(interleaved.make, loop, chunks=(2, 1 << 8)),
     "zb-h1": Method(zb_h1.make),
+    "zb-h2": Method(zb_h2.make),
+    "zb-v": Method(zb_v.make, vee, chunks=(2, 2)),
+    "v-half": Method(v_half.make, vee, chunks=(2, 2)),
+    "v-min": Method(v_min.make, vee, chunks=(2, 2)),
+    "dualpipe-v": Method(dualpipe_v.make, vee, chunks=(2, 2)),
+    "dualpipe": Method(
+        dualpipe.make,
+        vee,
+        chunks=(2, 2),
+        microbatches=(2, 1 << 16),
+        multiple=2,
+        no_run="keeps two copies of the model, whose gradients no run sums: set schedule dualpipe-v, which has the same "
+        "pairs and one copy",
+    ),
+    "auto": Method(search_in_units),
 }
 """Training schedules by name, and which (p, m, v) each takes: the one place where that is said."""
+
+RUNS = [name for name, found in METHODS.items() if not found.no_run]
+"""Those that a run takes."""
 
 FORWARD_ONLY = forward.make
 
 __all__ = [
-    "BACKWARDS", "FORWARD_ONLY", "LAST", "METHODS", "Action", "Kind", "Method", "Schedule", "check", "in_halves",
-    "live_microbatches", "loop", "lower", "make", "method", "needs", "partner", "peak", "straight", "vee",
+    "BACKWARDS", "FORWARD_ONLY", "LAST", "METHODS", "RUNS", "Action", "Kind", "Method", "Schedule", "Times",
+    "check", "in_halves", "live_microbatches", "loop", "lower", "make", "method", "needs", "one_stage_each", "partner",
+    "peak", "placement_with_loss", "search", "straight", "vee", "with_loss_on_first",
 ]  # fmt: skip
 
 
 def method(name: str) -> Method:
     if name not in METHODS:
-        raise PlanError(f"There is no schedule '{name}'; use {listed(METHODS)}.{nearest(name, METHODS)}")
+        raise PlanError(f"There is no schedule '{name}'; use {listed(RUNS)}.{nearest(name, METHODS)}")
     return METHODS[name]
 
 

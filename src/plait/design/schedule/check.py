@@ -106,15 +106,19 @@ def _parts(stage: int, microbatch: int, counts: Container[Action]) -> list[Actio
 Kept = Callable[[int, int], float]
 
 
-def peak(schedule: Schedule, rank: int, *, forward: Kept, deferred: Kept) -> float:
+def peak(
+    schedule: Schedule, rank: int, *, forward: Kept, deferred: Kept, arriving: Kept = lambda stage, microbatch: 0
+) -> float:  # fmt: skip
     """The most that `rank` keeps at one time: a stage keeps `forward(stage, microbatch)` from a microbatch's forward to
-    its backward, and `deferred(stage, microbatch)` from the backward of the input to that of the weights."""
+    its backward, and `deferred` from the backward of the input to that of the weights. A backward lets go of the one
+    while the other grows; it begins with `arriving` more, before it has let go of anything."""
     live = most = 0.0
     for action in schedule.rows[rank]:
         key = action.stage, action.microbatch
         if action.kind is Kind.FORWARD:
             live += forward(*key)
         elif action.kind in BACKWARDS:
+            most = max(most, live + arriving(*key))
             live -= forward(*key)
             live += deferred(*key) if action.kind is Kind.BACKWARD_INPUT else 0
         elif action.kind is Kind.BACKWARD_WEIGHT:

@@ -46,7 +46,8 @@ class Watch:
             first = self._run.done == 0
             parts = (batch,) if isinstance(batch, Batch) else batch
             held = (*self._run.parameters.values(), *(part.tokens for part in parts))
-            with counted(held) if first else nullcontext() as kept:
+            owed = [stage.weight_gradients for stage in self._run.stages.values() if stage.weight_gradients is not None]
+            with counted(held, owed) if first else nullcontext() as kept:
                 yield batch
             if kept is not None:
                 self.kept = kept.peak
