@@ -12,17 +12,19 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from plait.design.balance import WORDS, weights
+from plait.design.cost.memory import memory
 from plait.design.cost.traffic import traffic
 from plait.design.facts import ModelFacts, ParameterFact, Piece
 from plait.design.layout import Cut, Layout
 from plait.design.mesh import Mesh
-from plait.design.plan import Plan
+from plait.design.plan import Plan, stage_blocks
 from plait.design.records import Timeline
 from plait.design.schedule import Action, Kind, live_microbatches, lower, make
 from plait.design.simulate import simulate, unit_seconds
 from plait.design.styles import STYLES
 from plait.report import sharding, timeline
-from plait.report.words import percent
+from plait.report.words import percent, size
 
 DOCS = Path(__file__).parent
 HIDDEN, VOCABULARY = 256, 512
@@ -40,7 +42,7 @@ BLOCK = (
 """(module, shape of its weight, style, quantum) of one decoder block of the example model."""
 
 
-def example_model(blocks: int = 4) -> ModelFacts:
+def example_model(blocks: int = 4, vocabulary: int = VOCABULARY) -> ModelFacts:
     """A llama of hidden size 256 with 8 heads in 4 groups: what the tables of these pages count."""
 
     def weight(
@@ -52,12 +54,12 @@ def example_model(blocks: int = 4) -> ModelFacts:
         pieces = (Piece("", shape[cut or 0], quantum),)
         return ParameterFact(module, "weight", shape, block, after, style, cut, pieces, reads, len(shape) > 1)
 
-    parameters = [weight("model.embed_tokens", (VOCABULARY, HIDDEN), "embedding_rowwise", 1, None)]
+    parameters = [weight("model.embed_tokens", (vocabulary, HIDDEN), "embedding_rowwise", 1, None)]
     for block in range(blocks):
         parameters += [weight(f"model.layers.{block}.{name}", *row, block) for name, *row in BLOCK]
     parameters.append(weight("model.norm", (HIDDEN,), None, 1, None))
-    parameters.append(weight("lm_head", (VOCABULARY, HIDDEN), "colwise_gather_output", 1, None))
-    return ModelFacts("llama", blocks, HIDDEN, 8, 4, VOCABULARY, 256, "lm_head", tuple(parameters))
+    parameters.append(weight("lm_head", (vocabulary, HIDDEN), "colwise_gather_output", 1, None))
+    return ModelFacts("llama", blocks, HIDDEN, 8, 4, vocabulary, 256, "lm_head", tuple(parameters))
 
 
 def _timeline(name: str, ranks: int, microbatches: int, *, work: int = 1, reduction: int = 0) -> Timeline:
@@ -137,7 +139,25 @@ def numbers() -> dict[str, str]:
         "dp traffic": _traffic(Plan(**example, dp=2, microbatches=4), "dp"),
         "tp traffic": _traffic(Plan(**example, tp=2, microbatches=4), "tp"),
         "accumulation": _pipelines_of_one((1, 4, 16)),
+        "balance": _balances(),
     }
+
+
+def _balances() -> str:
+    """Per balance: the stages, and the largest of them by each measure."""
+    facts = example_model(blocks=16, vocabulary=8192)
+    rows: list[tuple[object, ...]] = []
+    for balance in WORDS:
+        plan = Plan(pp=4, balance=balance, seq=256)
+        spans = stage_blocks(plan, facts)
+        largest = []
+        for what in ("parameters", "cost"):
+            counts = weights(facts, what, plan.seq)
+            largest.append(percent(max(sum(counts[start:stop]) for start, stop in spans) / sum(counts)))
+        held = max(sum(bill.held) for bill in memory(plan, facts))
+        rows.append((f"`{balance}`", ", ".join(str(b - a) for a, b in spans), *largest, size(held)))
+    head = ("balance", "blocks of the stages", "most parameters", "most FLOPs", "most held by a rank")
+    return _markdown(head, rows)
 
 
 def _pipelines_of_one(counts: tuple[int, ...]) -> str:

@@ -87,6 +87,15 @@ SHARES: dict[str, tuple[int, Callable[[Draw], Any]]] = {
         10,
         lambda d: odd(d, "vocab_size") and odd(d, "intermediate_size") and "tp" in axes(d),
     ),
+    "rows that do not divide by the microbatches": (
+        10,
+        lambda d: d.plan["batch"] // d.degree("dp") % d.plan["microbatches"],
+    ),
+    "stages dealt by hand": (20, lambda d: "," in d.plan["balance"]),
+    "stages dealt by parameters or cost": (
+        10,
+        lambda d: d.degree("pp") > 1 and d.plan["balance"] in ("parameters", "cost"),
+    ),
     "fewer microbatches than stages": (8, lambda d: d.plan["microbatches"] < d.degree("pp")),
     "more microbatches than stages": (15, lambda d: d.plan["microbatches"] > d.degree("pp") > 1),
     "several stages on a rank over pp": (10, lambda d: stages(d) > 1 and d.degree("pp") > 1),

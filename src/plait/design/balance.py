@@ -70,7 +70,8 @@ def weights(facts: ModelFacts, what: str, seq: int) -> list[int]:
     found = [0] * facts.blocks
     for fact in facts.parameters:
         if fact.block is not None:
-            found[fact.block] += fact.elements
+            for block in {fact.block, *fact.tied_blocks}:
+                found[block] += fact.elements
         else:
             places = {-1 if fact.after_blocks else 0} | ({-1} if fact.tied else set())
             for place in places if facts.blocks > 1 else {0}:
