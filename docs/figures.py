@@ -132,6 +132,8 @@ def numbers() -> dict[str, str]:
         "gpipe": _pipelines("gpipe", (4, 8, 32)),
         "1f1b": _pipelines("1f1b", (4, 8, 32)),
         "pp traffic": _traffic(Plan(**example, pp=2, microbatches=4), "pp"),
+        "loss at last": _traffic(Plan(**example, pp=2, microbatches=4), "pp"),
+        "loss at first": _traffic(Plan(**example, pp=2, microbatches=4, loss_at="first"), "pp"),
         "dp traffic": _traffic(Plan(**example, dp=2, microbatches=4), "dp"),
         "tp traffic": _traffic(Plan(**example, tp=2, microbatches=4), "tp"),
         "accumulation": _pipelines_of_one((1, 4, 16)),

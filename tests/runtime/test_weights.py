@@ -63,8 +63,8 @@ def held(model: Model, layout: dict[str, int]) -> Iterator[tuple[str, int, Tenso
     plan = Plan(model=model.name, **layout)
     sharding = shard(model.facts, plan)
     for rank in range(plan.world):
-        stage = StageModel(model, sharding, rank, torch.float32, seed=plan.seed)
-        stage.materialise(sharding, rank, plan.seed, CPU)
+        stage = StageModel(model, sharding, rank, sharding.mesh.coordinate(rank)["pp"], torch.float32, seed=plan.seed)
+        stage.materialise(sharding, rank, plan.seed, CPU, {})
         assert not any(tensor.is_meta for tensor in (*stage.module.parameters(), *stage.module.buffers()))
         for name, tensor in stage.parameters().items():
             parameter = sharding.parameter(name)

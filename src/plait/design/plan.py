@@ -18,7 +18,7 @@ from .errors import PlanError, divisors, listed, nearest
 from .facts import ModelFacts
 from .layout import balanced
 from .mesh import AXES, Mesh
-from .schedule import RUNS, Schedule, in_halves, make, method
+from .schedule import RUNS, Schedule, in_halves, make, method, placement_with_loss, with_loss_on_first
 from .styles import style
 
 
@@ -48,6 +48,9 @@ class Plan(BaseModel):
     pp: int = Field(1, ge=1, description="Pipeline parallel degree.")
     schedule: str = Field("1f1b", description=f"Pipeline schedule: {listed(RUNS)}.")
     chunks: int = Field(0, ge=0, description="Pipeline stages on each rank; 0: the least that the schedule takes.")
+    loss_at: Literal["last", "first"] = Field(
+        "last", description="Pipeline rank that computes the loss: the last, or for comparison the first."
+    )
     split_backward: bool = Field(
         False, description="Part every backward in two also where the schedule does not ask for it, to time the halves."
     )
@@ -106,18 +109,25 @@ class Plan(BaseModel):
 
     @property
     def stages(self) -> int:
-        """The pipeline's stages: pp ranks with so many each."""
+        """The pipeline's stages that have blocks: pp ranks with so many each."""
         return self.pp * self.stages_per_rank
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """The place on the pp axis of every stage."""
-        return method(self.schedule).place(self.pp, self.stages_per_rank)
+        """The place on the pp axis of every stage: those with blocks, then the loss's where it is one of its own."""
+        placement = method(self.schedule).place(self.pp, self.stages_per_rank)
+        return placement_with_loss(placement) if self.loss_at == "first" else placement
+
+    @property
+    def loss_stage(self) -> int:
+        """The stage that has the loss: the last with blocks, or one of its own after it."""
+        return len(self.placement) - 1
 
     def table(self) -> Schedule:
         """Its schedule: computation only."""
         found = make(self.schedule, self.pp, self.microbatches, self.chunks)
-        return in_halves(found) if self.split_backward else found
+        found = in_halves(found) if self.split_backward else found
+        return with_loss_on_first(found) if self.loss_at == "first" else found
 
     @property
     def microbatch_rows(self) -> tuple[int, ...]:
@@ -219,6 +229,10 @@ def tensors_divide(plan: Plan, facts: ModelFacts) -> str | None:
     """tp cuts attention by whole groups (one KV head and its query heads), MLPs by columns, the vocabulary by rows."""
     if plan.tp == 1:
         return None
+    if all(parameter.style is None for parameter in facts.parameters):
+        return (
+            f"tp {plan.tp} cuts by a model's tensor plan, and a {facts.family} model has none: set tp 1, and pp or dp."
+        )
     for parameter in facts.parameters:
         if parameter.style is not None:
             style(parameter.style, parameter.module)  # refuses what is not carried out, by name
@@ -292,13 +306,22 @@ def validate(plan: Plan, facts: ModelFacts) -> None:
 
 
 def stage_blocks(plan: Plan, facts: ModelFacts) -> list[tuple[int, int]]:
-    """(first, one after the last) block of every stage, as the plan's balance deals them (balance.py)."""
+    """(first, one after the last) block of every stage that has any, as the plan's balance deals them (balance.py)."""
     if plan.balance == dealing.UNIFORM:
         return [balanced(facts.blocks, plan.stages, stage) for stage in range(plan.stages)]
     sizes = dealing.written(plan.balance)
     if sizes is None:
         sizes = dealing.dealt(dealing.weights(facts, plan.balance, plan.seq), plan.stages)
     return list(pairwise([0, *accumulate(sizes)]))
+
+
+def width_after(plan: Plan, facts: ModelFacts, stage: int) -> int:
+    """What a stage gives to the next, in elements a token on each tp rank: hidden states, or from the last stage that has
+    blocks the logits, which stay cut."""
+    if stage < plan.stages - 1:
+        return facts.widths[stage_blocks(plan, facts)[stage][1] - 1] if facts.widths else facts.hidden
+    cut = plan.tp > 1 and facts.head_weight.cut is not None
+    return facts.vocabulary // plan.tp if cut else facts.vocabulary
 
 
 def stage_of_block(plan: Plan, facts: ModelFacts, block: int) -> int:

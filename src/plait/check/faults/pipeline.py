@@ -15,7 +15,7 @@ from ...runtime.parallel.split_backward import Product, WeightGradients
 from .fault import instead, planted
 
 SPLIT = {"pp": 2, "schedule": "zb-h1", "microbatches": 3}
-CHUNKS = {"schedule": "interleaved", "chunks": 4, "microbatches": 2}
+VEE = {"pp": 2, "schedule": "zb-v", "microbatches": 2}
 
 # --- the backward of the weights
 
@@ -130,17 +130,18 @@ def received_buffer_reused() -> None:
 
 @planted(
     "Two stages of a rank run in each other's place.",
-    kind="schedule", at="microbatch 0: the input of model.layers.1", says="model.layers.2 got it", layout=CHUNKS,
+    kind="schedule", at="microbatch 0: the input of model.layers.1", says="model.layers.2 got it", layout=VEE,
 )  # fmt: skip
 def stages_swapped() -> None:
     @instead(Pipeline, "__init__")
     def wrong(right: Any, self: Pipeline, schedule: Any, stages: Mapping[int, Stage], *rest: Any, **more: Any) -> None:
-        right(self, schedule, {**stages, 1: stages[2], 2: stages[1]}, *rest, **more)
+        swapped = {1: stages[2], 2: stages[1]} if {1, 2} <= set(stages) else {}
+        right(self, schedule, {**stages, **swapped}, *rest, **more)
 
 
 @planted(
     "A stage hands the next one on its rank what it handed over first, whatever came later.",
-    kind="schedule", at="microbatch 1: the input of model.layers.1", says="that of microbatch 0", layout=CHUNKS,
+    kind="schedule", at="microbatch 1: the input of model.layers.2", says="that of microbatch 0", layout=VEE,
 )  # fmt: skip
 def handed_over_once() -> None:
     first: dict[int, Tensor] = {}
@@ -148,7 +149,7 @@ def handed_over_once() -> None:
     @instead(Pipeline, "_forward")
     def wrong(right: Any, self: Pipeline, stage: int, m: int) -> None:
         right(self, stage, m)
-        if (stage, m) in self._given and stage == 0:
+        if (stage, m) in self._given and stage == 1:
             first[stage] = self._given[stage, m] if m == 0 else first[stage]
             self._given[stage, m] = first[stage]
 
@@ -156,7 +157,7 @@ def handed_over_once() -> None:
 @planted(
     "Both ends of the model are on one rank, and the head has a copy of the embedding's weight that it is tied to.",
     kind="module", at="the reduced gradient of model.embed_tokens.weight", says="it is what lm_head alone gives",
-    layout={"model": "qwen3-tiny", **CHUNKS},
+    layout={"model": "qwen3-tiny", **VEE},
 )  # fmt: skip
 def tied_weight_copied() -> None:
     @instead(StageModel, "materialise")

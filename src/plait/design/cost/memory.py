@@ -14,7 +14,7 @@ once. Bytes per token of a microbatch, h hidden, a heads of D, t tp:
     plain MLP   2 f e / t              the output before the activation and after it
     stage       2 D e                  cosines and sines of the positions
     embedding   9 where t > 1          the tokens' places among the own rows, and the mask of those that are elsewhere
-    head, loss  4 V / t + 18           fp32 exponentials, their sum, the target and its two masks; last stage only
+    head, loss  4 V / t + 18           fp32 exponentials, their sum, the target and its two masks; where the loss is
 
 times the tokens of each microbatch, added up as the schedule has them alive on the rank. Where backward is split, what
 the linear layers read and the gradients of what they gave (`deferred`) live on until the backward of the weights, and the
@@ -59,13 +59,14 @@ def _bill(plan: Plan, facts: ModelFacts, sharding: Sharding, schedule: Schedule,
     used = sum(one.elements(sharding.mesh, rank) for one in held)
     owned = [one for one in held if one.first.owner == place]
     state = sum(one.elements(sharding.mesh, rank) for one in owned)
-    stages = sharding.stages_at(place)
+    stages = sharding.stages_at(place) if facts.heads else ()
     forward = {stage: kept(plan, facts, sharding, stage) for stage in stages}
     later = {stage: deferred(plan, facts, sharding, stage) for stage in stages}
     tokens = [rows * plan.seq for rows in plan.microbatch_rows]
     # The loss of a microbatch is multiplied by one fp32 number.
-    activations = peak(
-        schedule, place, forward=lambda stage, m: forward[stage] * tokens[m] + WIDE * (stage == plan.stages - 1),
+    # What the modules of a plain list keep is not known on paper.
+    activations = 0 if not stages else peak(
+        schedule, place, forward=lambda stage, m: forward[stage] * tokens[m] + WIDE * (stage == plan.loss_stage),
         deferred=lambda stage, m: later[stage] * tokens[m],
         arriving=lambda stage, m: arriving(plan, facts, stage) * tokens[m] if schedule.splits else 0,
     )  # fmt: skip
@@ -83,14 +84,14 @@ def kept(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int) -> int:
     """Bytes that one token leaves for backward on each rank of `stage`."""
     item, t = ELEMENT[plan.compute], plan.tp
     used = [facts.by_name[held.name] for held in sharding.on_stage(stage)]
-    token = 2 * (facts.hidden // facts.heads) * item
+    token = 2 * (facts.hidden // facts.heads) * item if used else 0  # the loss may be a stage without blocks
     for block, ours in groupby(used, lambda fact: fact.block):
         weights = [fact for fact in ours if fact.tensor == "weight"]
         token += sum(facts.hidden * (WIDE + 2 * item) + WIDE for fact in weights if len(fact.shape) == 1)
         token += 9 * (t > 1) * sum(fact.style == "embedding_rowwise" for fact in weights)
         if block is not None:
             token += (_matrices(weights) * item + WIDE * facts.heads) // t
-    if stage == plan.stages - 1:
+    if stage == plan.loss_stage:
         token += WIDE * facts.vocabulary // t + 18
     return token
 
