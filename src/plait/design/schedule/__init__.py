@@ -48,8 +48,8 @@ class Method:
             above = -(-ranks // self.multiple) * self.multiple
             legal_pp = listed([degree for degree in (above - self.multiple, above) if degree])
             return (
-                f"The schedule {name} takes a multiple of {self.multiple} ranks, but pp is {ranks}. Set pp {legal_pp}, or use "
-                "gpipe or 1f1b."
+                f"The schedule {name} takes a multiple of {self.multiple} ranks, but pp is {ranks}. Set pp {legal_pp}, or "
+                "use gpipe or 1f1b."
             )
         few, many = self.microbatches
         if not few <= microbatches <= many:
