@@ -197,7 +197,7 @@ def test_shares_of_a_step_add_up() -> None:
 
 @pytest.mark.parametrize(("layout", "sentence"), [
     ({"pp": 16, "microbatches": 128, "batch": 256, "blocks": 16}, "16 of 16"),
-    ({"pp": 32, "dp": 4, "tp": 2, "microbatches": 64, "batch": 256, "blocks": 32}, "16 of 32 pipeline ranks, evenly"),
+    ({"pp": 32, "dp": 4, "tp": 2, "microbatches": 64, "batch": 256, "blocks": 32}, "16 of 32 pipeline ranks"),
 ])  # fmt: skip
 def test_large_runs_give_small_pages(tmp_path: Path, layout: dict[str, Any], sentence: str) -> None:
     text = drawn(tmp_path, runs.made(**layout), steps=20_000)

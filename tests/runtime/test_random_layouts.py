@@ -13,7 +13,7 @@ from plait.check.batches import KINDS, awkward_batches
 from plait.check.places import Verdict
 from plait.check.proof import prove
 from plait.design.plan import Plan
-from plait.design.schedule import METHODS
+from plait.design.schedule import RUNS
 from plait.runtime.hf.read import read
 from tests.conftest import Models
 from tests.draws import ACTIVATIONS, ROPES, SEEDS, Draw, draw
@@ -58,6 +58,15 @@ def axes(d: Draw) -> list[str]:
     return [axis for axis in ("dp", "tp", "pp") if d.degree(axis) > 1]
 
 
+def stages(d: Draw) -> int:
+    """On each rank."""
+    return Plan(**d.plan).stages_per_rank
+
+
+def halves(d: Draw) -> bool:
+    return Plan(**d.plan).table().splits
+
+
 SHARES: dict[str, tuple[int, Callable[[Draw], Any]]] = {
     "dp": (40, lambda d: d.degree("dp") > 1),
     "tp": (40, lambda d: d.degree("tp") > 1),
@@ -79,6 +88,11 @@ SHARES: dict[str, tuple[int, Callable[[Draw], Any]]] = {
     ),
     "fewer microbatches than stages": (8, lambda d: d.plan["microbatches"] < d.degree("pp")),
     "more microbatches than stages": (15, lambda d: d.plan["microbatches"] > d.degree("pp") > 1),
+    "several stages on a rank over pp": (10, lambda d: stages(d) > 1 and d.degree("pp") > 1),
+    "three stages and more on a rank": (3, lambda d: stages(d) > 2),
+    "backwards in two halves": (20, halves),
+    "backwards in two halves over tp": (8, lambda d: halves(d) and d.degree("tp") > 1),
+    "backwards in two halves over pp": (8, lambda d: halves(d) and d.degree("pp") > 1),
     "rows of one token": (5, lambda d: d.plan["seq"] == 1),
     "rows of odd length": (15, lambda d: d.plan["seq"] % 2 and d.plan["seq"] > 1),
     "a padding token": (25, lambda d: d.config["pad_token_id"] is not None),
@@ -86,7 +100,9 @@ SHARES: dict[str, tuple[int, Callable[[Draw], Any]]] = {
 }
 """What at least so many of a hundred draws are."""
 EACH: dict[str, tuple[int, Iterable[Any], Callable[[Draw], Any]]] = {
-    "schedule": (10, METHODS, lambda d: d.plan["schedule"]),
+    "schedule": (3, RUNS, lambda d: d.plan["schedule"]),
+    "stages on a rank": (10, (1, 2), lambda d: stages(d)),
+    "split_backward": (10, (True, False), lambda d: d.plan["split_backward"]),
     "compute": (30, ("fp32", "bf16"), lambda d: d.plan["compute"]),
     "lr_schedule": (10, ("cosine", "linear", "constant"), lambda d: d.plan["lr_schedule"]),
     "warmup": (10, (0, 1, 3), lambda d: d.plan["warmup"]),

@@ -7,7 +7,7 @@ from ..design.records import Holding
 from ..design.sharding import holdings, shard
 from .markup import key, left_out, paragraph, said, section, some, table
 from .record import RunRecord
-from .sharding import ITEM, line, modules
+from .sharding import ITEM, deal, line, modules
 from .words import counted, runs, size
 
 MOST_CARDS = 16
@@ -34,6 +34,7 @@ def holders(record: RunRecord) -> str:
         about += f"The {plan.dp} rows of a card are replicas, which hold the same. "
     if plan.tp > 1:
         about += f"Its {plan.tp} columns are slices of the tensors that tp cuts; norms are whole on each."
+    dealt = deal(plan, facts)
     cards = []
     for place in some(plan.pp, MOST_CARDS):
         ours = rows[mesh.rank(pp=place)]
@@ -47,6 +48,7 @@ def holders(record: RunRecord) -> str:
     return section(
         "layout", "Layout",
         paragraph(about.strip()),
+        paragraph(f"{dealt[0].upper()}{dealt[1:]}.") if dealt else "",
         key(colours) if 1 < plan.tp <= COLOURS else "",
         f'<div class="stages">{"".join(cards)}</div>',
         left_out(plan.pp, "pipeline ranks", MOST_CARDS),

@@ -40,7 +40,7 @@ class Played:
         """Of each rank."""
         share = float(_share(self.table))
         return [
-            peak(self.table, rank, forward=lambda stage: share, deferred=lambda stage: share)
+            peak(self.table, rank, forward=lambda *_: share, deferred=lambda *_: share)
             for rank in range(self.table.ranks)
         ]
 

@@ -87,8 +87,8 @@ def init_identical_on_shards() -> None:
 )  # fmt: skip
 def init_seeded_by_rank() -> None:
     @instead(StageModel, "materialise")
-    def wrong(right: Any, self: StageModel, sharding: Any, rank: int, seed: int, device: Any) -> None:
-        right(self, sharding, rank, seed + rank, device)
+    def wrong(right: Any, self: StageModel, sharding: Any, rank: int, seed: int, *rest: Any) -> None:
+        right(self, sharding, rank, seed + rank, *rest)
 
 
 # --- norm and clip

@@ -14,10 +14,11 @@ once. Bytes per token of a microbatch, h hidden, a heads of D, t tp:
     plain MLP   2 f e / t              the output before the activation and after it
     stage       2 D e                  cosines and sines of the positions
     embedding   9 where t > 1          the tokens' places among the own rows, and the mask of those that are elsewhere
-    head, loss  4 V / t + 18           fp32 exponentials, their sum, the target and its two masks; last stage only
+    head, loss  4 V / t + 18           fp32 exponentials, their sum, the target and its two masks; where the loss is
 
-times the tokens of a microbatch, added up as the schedule has them alive on the rank. Where backward is split, what the
-linear layers read and the gradients of what they gave (`deferred`) live on until the backward of the weights. After
+times the tokens of each microbatch, added up as the schedule has them alive on the rank. Where backward is split, what
+the linear layers read and the gradients of what they gave (`deferred`) live on until the backward of the weights, and the
+gradient that a stage gets (`arriving`) is kept while all its activations still are. After
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4, with the
 log-sum-exp of flash attention in the place of its scores, and counted tensor by tensor as transformers' llama keeps
 them: on a CPU, where every row is one document, the count is exact. Left out: the masks of packed documents, tensors on
@@ -58,9 +59,16 @@ def _bill(plan: Plan, facts: ModelFacts, sharding: Sharding, schedule: Schedule,
     used = sum(one.elements(sharding.mesh, rank) for one in held)
     owned = [one for one in held if one.first.owner == place]
     state = sum(one.elements(sharding.mesh, rank) for one in owned)
-    activations = peak(
-        schedule, place, forward=lambda stage: kept(plan, facts, sharding, stage),
-        deferred=lambda stage: deferred(plan, facts, sharding, stage),
+    stages = sharding.stages_at(place) if facts.heads else ()
+    forward = {stage: kept(plan, facts, sharding, stage) for stage in stages}
+    later = {stage: deferred(plan, facts, sharding, stage) for stage in stages}
+    tokens = [rows * plan.seq for rows in plan.microbatch_rows]
+    # The loss of a microbatch is multiplied by one fp32 number.
+    # What the modules of a plain list keep is not known on paper.
+    activations = 0 if not stages else peak(
+        schedule, place, forward=lambda stage, m: forward[stage] * tokens[m] + WIDE * (stage == plan.loss_stage),
+        deferred=lambda stage, m: later[stage] * tokens[m],
+        arriving=lambda stage, m: arriving(plan, facts, stage) * tokens[m] if schedule.splits else 0,
     )  # fmt: skip
     return MemoryBill(
         rank=rank,
@@ -73,26 +81,24 @@ def _bill(plan: Plan, facts: ModelFacts, sharding: Sharding, schedule: Schedule,
 
 
 def kept(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int) -> int:
-    """Bytes that one microbatch leaves for backward on each rank of `stage`."""
+    """Bytes that one token leaves for backward on each rank of `stage`."""
     item, t = ELEMENT[plan.compute], plan.tp
     used = [facts.by_name[held.name] for held in sharding.on_stage(stage)]
-    token = 2 * (facts.hidden // facts.heads) * item
+    token = 2 * (facts.hidden // facts.heads) * item if used else 0  # the loss may be a stage without blocks
     for block, ours in groupby(used, lambda fact: fact.block):
         weights = [fact for fact in ours if fact.tensor == "weight"]
         token += sum(facts.hidden * (WIDE + 2 * item) + WIDE for fact in weights if len(fact.shape) == 1)
         token += 9 * (t > 1) * sum(fact.style == "embedding_rowwise" for fact in weights)
         if block is not None:
             token += (_matrices(weights) * item + WIDE * facts.heads) // t
-    last = stage == plan.stages - 1
-    if last:
+    if stage == plan.loss_stage:
         token += WIDE * facts.vocabulary // t + 18
-    # The loss of a microbatch is multiplied by one fp32 number.
-    return token * plan.microbatch_rows * plan.seq + WIDE * last
+    return token
 
 
 def deferred(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int) -> int:
-    """Bytes that one microbatch keeps on each rank of `stage` between the backward of its input and that of its weights:
-    what every linear layer read, once, and the gradients of what each gave."""
+    """Bytes that one token keeps on each rank of `stage` between the backward of the input and that of the weights: what
+    every linear layer read, once, and the gradients of what each gave."""
     token = 0
     read: set[str] = set()
     for held in sharding.on_stage(stage):
@@ -104,12 +110,21 @@ def deferred(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int) -> i
         cuts = STYLES[fact.style].cuts if fact.style in STYLES and fact.cut is not None else "none"
         transposed = fact.cut is not None and fact.cut == {"out": 1, "in": 0}.get(cuts)
         out, into = reversed(fact.shape) if transposed else fact.shape
-        reads = fact.reads if fact.module in used else facts.head
+        # q, k and v read one tensor, gate and up another; what is cut by columns reads one of its own.
+        reads = fact.reads if fact.module in used and cuts == "out" else fact.name
         token += out // (plan.tp if cuts == "out" else 1)
         if reads not in read:
             read.add(reads)
             token += into // (plan.tp if cuts == "in" else 1)
-    return token * plan.microbatch_rows * plan.seq * ELEMENT[plan.compute]
+    return token * ELEMENT[plan.compute]
+
+
+def arriving(plan: Plan, facts: ModelFacts, stage: int) -> int:
+    """Bytes a token of the gradient of what `stage` gave: where backward is split, its last linear layer keeps it. The
+    loss makes its own in the place of its exponentials."""
+    if stage == plan.stages - 1:
+        return 0
+    return facts.hidden * ELEMENT[plan.compute]
 
 
 def _matrices(weights: list[ParameterFact]) -> int:

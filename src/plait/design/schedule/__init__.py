@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import PlanError, listed, nearest
 from . import (
+    auto,
     dualpipe,
     dualpipe_v,
     forward,
@@ -22,7 +23,9 @@ from . import (
 )
 from .action import BACKWARDS, LAST, Action, Kind, Schedule, needs, partner
 from .check import check, live_microbatches, peak
+from .greedy import Times
 from .halves import in_halves
+from .loss_on_first import placement_with_loss, with_loss_on_first
 from .lower import lower
 from .place import Placement, loop, straight, vee
 
@@ -48,8 +51,8 @@ class Method:
             above = -(-ranks // self.multiple) * self.multiple
             legal_pp = listed([degree for degree in (above - self.multiple, above) if degree])
             return (
-                f"The schedule {name} takes a multiple of {self.multiple} ranks, but pp is {ranks}. Set pp {legal_pp}, or "
-                "use gpipe or 1f1b."
+                f"The schedule {name} takes a multiple of {self.multiple} ranks, but pp is {ranks}. Set pp {legal_pp}, "
+                "or use gpipe or 1f1b."
             )
         few, many = self.microbatches
         if not few <= microbatches <= many:
@@ -65,6 +68,26 @@ class Method:
             near = min(max(chunks, few), many)
             return f"The schedule {name} puts {legal} stages on a rank, but chunks is {chunks}. Set chunks {near}."
         return None
+
+
+def one_stage_each(ranks: int, microbatches: int) -> tuple[Schedule, ...]:
+    """The tables that `auto` is never slower than, where they fit: of every other method with stage s on rank s."""
+    return tuple(
+        found.make(ranks, microbatches, 1)
+        for name, found in METHODS.items()
+        if name != "auto" and found.place is straight and found.refusal(name, ranks, microbatches, 1) is None
+    )
+
+
+def search(ranks: int, microbatches: int, times: Times, limit: float) -> Schedule:
+    """auto's table for p = `ranks` and m = `microbatches`: what one costs on each stage, what a rank may keep."""
+    return auto.search(ranks, microbatches, times, limit, candidates=one_stage_each(ranks, microbatches))
+
+
+def search_in_units(ranks: int, microbatches: int, chunks: int) -> Schedule:
+    """auto's table on the textbook's clock, where the weights' backward keeps as much as a forward, within 1f1b's p."""
+    ones = (1.0,) * ranks
+    return search(ranks, microbatches, Times(ones, ones, ones, activation=ones, deferred=ones), ranks)
 
 
 METHODS: dict[str, Method] = {
@@ -87,6 +110,7 @@ METHODS: dict[str, Method] = {
         no_run="keeps two copies of the model, whose gradients no run sums: set schedule dualpipe-v, which has the same "
         "pairs and one copy",
     ),
+    "auto": Method(search_in_units),
 }
 """Training schedules by name, and which (p, m, v) each takes: the one place where that is said."""
 
@@ -96,14 +120,15 @@ RUNS = [name for name, found in METHODS.items() if not found.no_run]
 FORWARD_ONLY = forward.make
 
 __all__ = [
-    "BACKWARDS", "FORWARD_ONLY", "LAST", "METHODS", "RUNS", "Action", "Kind", "Method", "Schedule", "check", "in_halves",
-    "live_microbatches", "loop", "lower", "make", "method", "needs", "partner", "peak", "straight", "vee",
+    "BACKWARDS", "FORWARD_ONLY", "LAST", "METHODS", "RUNS", "Action", "Kind", "Method", "Schedule", "Times",
+    "check", "in_halves", "live_microbatches", "loop", "lower", "make", "method", "needs", "one_stage_each", "partner",
+    "peak", "placement_with_loss", "search", "straight", "vee", "with_loss_on_first",
 ]  # fmt: skip
 
 
 def method(name: str) -> Method:
     if name not in METHODS:
-        raise PlanError(f"There is no schedule '{name}'; use {listed(METHODS)}.{nearest(name, METHODS)}")
+        raise PlanError(f"There is no schedule '{name}'; use {listed(RUNS)}.{nearest(name, METHODS)}")
     return METHODS[name]
 
 

@@ -103,25 +103,30 @@ def _parts(stage: int, microbatch: int, counts: Container[Action]) -> list[Actio
     return [Action(kind, stage, microbatch) for kind in kinds]
 
 
-Kept = Callable[[int], float]
+Kept = Callable[[int, int], float]
 
 
-def peak(schedule: Schedule, rank: int, *, forward: Kept, deferred: Kept) -> float:
-    """The most that `rank` keeps at one time: a stage keeps `forward(stage)` from a microbatch's forward to its backward,
-    and `deferred(stage)` from the backward of the input to that of the weights."""
+def peak(
+    schedule: Schedule, rank: int, *, forward: Kept, deferred: Kept, arriving: Kept = lambda stage, microbatch: 0
+) -> float:  # fmt: skip
+    """The most that `rank` keeps at one time: a stage keeps `forward(stage, microbatch)` from a microbatch's forward to
+    its backward, and `deferred` from the backward of the input to that of the weights. A backward lets go of the one
+    while the other grows; it begins with `arriving` more, before it has let go of anything."""
     live = most = 0.0
     for action in schedule.rows[rank]:
+        key = action.stage, action.microbatch
         if action.kind is Kind.FORWARD:
-            live += forward(action.stage)
+            live += forward(*key)
         elif action.kind in BACKWARDS:
-            live -= forward(action.stage)
-            live += deferred(action.stage) if action.kind is Kind.BACKWARD_INPUT else 0
+            most = max(most, live + arriving(*key))
+            live -= forward(*key)
+            live += deferred(*key) if action.kind is Kind.BACKWARD_INPUT else 0
         elif action.kind is Kind.BACKWARD_WEIGHT:
-            live -= deferred(action.stage)
+            live -= deferred(*key)
         most = max(most, live)
     return most
 
 
 def live_microbatches(schedule: Schedule, rank: int) -> int:
     """The most forwards whose activations `rank` keeps at one time, a microbatch once for each of its stages."""
-    return int(peak(schedule, rank, forward=lambda stage: 1, deferred=lambda stage: 0))
+    return int(peak(schedule, rank, forward=lambda *_: 1, deferred=lambda *_: 0))

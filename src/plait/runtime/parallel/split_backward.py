@@ -23,13 +23,15 @@ from torch.autograd import Function
 
 @dataclass
 class Product:
-    """A gradient that is owed: of the weight [out, in] (or its transpose) and the bias."""
+    """A gradient that is owed: of the weight [out, in] (or its transpose) and the bias. `notes` live as long as x and dy
+    are kept for it."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     transposed: bool
     x: Tensor
     dy: Tensor
+    notes: tuple[object, object]
 
 
 class _Linear(Function):
@@ -59,6 +61,8 @@ class WeightGradients:
         self._anchor = torch.zeros((), requires_grad=True)
         self._gradients: Mapping[nn.Parameter, Tensor] = {}
         self._ready: Callable[[nn.Parameter], None] = _nobody
+        self.note: Callable[[Tensor], object] = _nobody
+        """Asked for each tensor that is kept between the two halves, for whoever counts them."""
 
     def adopt(self, gradients: Mapping[nn.Parameter, Tensor], ready: Callable[[nn.Parameter], None]) -> None:
         """Where gradients go, and who is told that one has all that a microbatch brings from here."""
@@ -81,7 +85,7 @@ class WeightGradients:
             return F.linear(x, used, bias)
 
         def owe(x: Tensor, dy: Tensor) -> None:
-            self._owed.append(Product(weight, bias, transposed, x, dy))
+            self._owed.append(Product(weight, bias, transposed, x, dy, (self.note(x), self.note(dy))))
 
         y: Tensor = _Linear.apply(
             x, self._anchor.to(x.device), used.detach(), None if bias is None else bias.detach(), owe
@@ -109,7 +113,7 @@ class WeightGradients:
                     self._ready(parameter)
 
 
-def _nobody(parameter: nn.Parameter) -> None: ...
+def _nobody(tensor: Tensor) -> None: ...
 
 
 def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:

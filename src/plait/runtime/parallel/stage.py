@@ -17,6 +17,8 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 class WeightGradients(Protocol):
     """What linear layers owe where backward is split; the stage keeps it, the pipeline asks for it."""
 
+    note: Callable[[Tensor], object]
+
     def keep(self, microbatch: int) -> None: ...
 
     def settle(self, microbatch: int) -> None: ...
