@@ -16,7 +16,7 @@ from typing import Any
 from plait.check.batches import KINDS
 from plait.design.errors import PlanError
 from plait.design.plan import Plan, validate
-from plait.design.schedule import RUNS
+from plait.design.schedule import RUNS, make
 from tests.design.facts import llama
 
 SEEDS = range(100)
@@ -88,7 +88,8 @@ def _pipeline(random: Random, plan: dict[str, Any], sizes: dict[str, Any]) -> di
     name = random.choices(names, [2 if name in ("naive", "interleaved") else 1 for name in names])[0]
     fit = [chunks for chunks in range(1, 5) if allowed(schedule=name, chunks=chunks)]
     chosen = {"schedule": name, "chunks": random.choice(fit)}
-    halves = random.random() < 0.25 and not Plan(**plan | chosen).table().splits
+    one = Plan(**plan | chosen)
+    halves = random.random() < 0.25 and not make(one.schedule, one.pp, one.microbatches, one.chunks).splits
     return chosen | {"split_backward": halves}
 
 

@@ -13,7 +13,7 @@ from plait.check.batches import KINDS, awkward_batches
 from plait.check.places import Verdict
 from plait.check.proof import prove
 from plait.design.plan import Plan
-from plait.design.schedule import RUNS
+from plait.design.schedule import RUNS, make
 from plait.runtime.hf.read import read
 from tests.conftest import Models
 from tests.draws import ACTIVATIONS, ROPES, SEEDS, Draw, draw
@@ -64,7 +64,8 @@ def stages(d: Draw) -> int:
 
 
 def halves(d: Draw) -> bool:
-    return Plan(**d.plan).table().splits
+    plan = Plan(**d.plan)
+    return plan.split_backward or make(plan.schedule, plan.pp, plan.microbatches, plan.chunks).splits
 
 
 SHARES: dict[str, tuple[int, Callable[[Draw], Any]]] = {
