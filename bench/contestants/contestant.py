@@ -36,6 +36,9 @@ Race = Callable[[Work, Seat], None]
 """Builds, serves, closes."""
 
 
+DATA_AND_TENSOR = "data and tensor parallel"
+
+
 @dataclass(frozen=True)
 class Contestant:
     name: str
@@ -50,3 +53,5 @@ class Contestant:
     """How many of its first losses must be those of one process."""
     profiled: bool = False
     """Whether --profile looks at it."""
+    course: str = DATA_AND_TENSOR
+    """Where it takes part: the contestants of one course are alive together, and only they are compared."""

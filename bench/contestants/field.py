@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from plait.design.schedule import lower, make
+from plait.design.simulate import simulate
+
+from ..work import BASE
 from . import ceiling, dtensor_tp, one_process, torch_ddp, transformers_tp
 from .contestant import Contestant
 from .plait_run import laid_out
@@ -11,6 +15,18 @@ from .torch_pipelining import pipelining
 
 ONE = "one-1t"
 """The contestant whose losses are everyone's."""
+
+STAGE = "one stage"
+
+
+def bubble(schedule: str, ranks: int, microbatches: int) -> float:
+    """Of the textbook's clock: a forward takes 1, each half of a backward 1."""
+    return simulate(lower(make(schedule, ranks, microbatches))).bubble
+
+
+def pipelines(ranks: int) -> str:
+    return f"pipelines of {ranks} ranks"
+
 
 ALONE = (
     Contestant(ONE, "one process, 1 thread", 1, one_process.race),
@@ -31,19 +47,37 @@ TENSOR = (
     Contestant("auto-tp-2", 'transformers tp_plan="auto"', 2, transformers_tp.race),
     Contestant("plait-tp-2", "plait tp", 2, laid_out(tp=2), launches=True, profiled=True),
 )
+SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble",
+             "dualpipe-v": "DualPipeV"}  # fmt: skip
+"""plait's names and torch's."""
+OURS = ("zb-h1", "zb-h2")
+"""Those that torch has not."""
 PIPELINES = tuple(
     one
     for n in (2, 4)
-    for schedule, word in (("gpipe", "GPipe"), ("1f1b", "1F1B"))
     for one in (
-        Contestant(f"torch-{schedule}-{n}", f"torch {word}", n, pipelining(schedule)),
-        Contestant(
-            f"plait-{schedule}-{n}", f"plait {schedule}", n, laid_out(pp=n, schedule=schedule),
-            launches=True, profiled=schedule == "1f1b",
+        Contestant(f"ceiling-pp-{n}", "no communication", n, ceiling.race, proven=1, course=pipelines(n)),
+        *(
+            Contestant(f"torch-{schedule}-{n}", f"torch {word}", n, pipelining(schedule), course=pipelines(n))
+            for schedule, word in SCHEDULES.items()
+        ),
+        *(
+            Contestant(
+                f"plait-{schedule}-{n}", f"plait {schedule}", n, laid_out(pp=n, schedule=schedule), launches=True,
+                profiled=True, course=pipelines(n),
+            )
+            for schedule in (*SCHEDULES, *OURS)
         ),
     )
 )  # fmt: skip
-FIELD = (*ALONE, *DATA, *TENSOR, *PIPELINES)
+ACCUMULATION = (
+    Contestant("one-accumulates", "one process, 8 microbatches", 1, one_process.race_in_microbatches, course=STAGE),
+    Contestant("plait-one-stage", "plait, 1 stage, 8 microbatches", 1, laid_out(microbatches=8), launches=True,
+               profiled=True, course=STAGE),
+)  # fmt: skip
+FIELD = (*ALONE, *DATA, *TENSOR, *PIPELINES, *ACCUMULATION)
+COURSES = tuple(dict.fromkeys(one.course for one in FIELD))
+"""In each of them the one process takes part."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +95,18 @@ RIVALS = (
     *(Rivals(f"plait-dp-{n}", f"torch-ddp-{n}", bar=1.0) for n in (2, 4)),
     Rivals("plait-tp-2", "dtensor-tp-2"),
     Rivals("plait-tp-2", "auto-tp-2"),
-    *(Rivals(f"plait-{s}-{n}", f"torch-{s}-{n}") for n in (2, 4) for s in ("gpipe", "1f1b")),
+    *(Rivals(f"plait-{s}-{n}", f"torch-{s}-{n}", bar=1.0) for n in (2, 4) for s in SCHEDULES),
+    # What is left of the ceiling when the bubble is taken off, and 5 % for all else.
+    *(
+        Rivals(f"plait-{s}-2", "ceiling-pp-2", bar=round(0.95 * (1 - bubble(s, 2, BASE.microbatches)), 3))
+        for s in (*SCHEDULES, *OURS)
+    ),
+    Rivals("plait-one-stage", "one-accumulates", bar=round(1 / 1.02, 3)),
 )
 
 
-def ceiling_of(ranks: int) -> str | None:
-    """The contestant that bounds those of `ranks` ranks from above; one process is bounded by none."""
-    return f"ceiling-{ranks}" if ranks > 1 else None
+def ceiling_of(one: Contestant) -> str | None:
+    """The contestant that bounds another from above; one process is bounded by none."""
+    if one.ranks == 1:
+        return None
+    return f"ceiling-pp-{one.ranks}" if one.course == pipelines(one.ranks) else f"ceiling-{one.ranks}"

@@ -22,6 +22,8 @@ from .contestant import Race, Seat
 KINDS = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward",
+    Kind.BACKWARD_WEIGHT: "backward of weights",
     Kind.SEND_ACTIVATION: "send",
     Kind.SEND_GRADIENT: "send",
     Kind.RECEIVE_ACTIVATION: "receive",
@@ -49,9 +51,9 @@ def laid_out(**degrees: Any) -> Race:
 
 
 def plan_of(work: Work, degrees: dict[str, Any]) -> plait.Plan:
-    micro = work.microbatches if degrees.get("pp", 1) > 1 else 1
+    degrees = {"microbatches": work.microbatches if degrees.get("pp", 1) > 1 else 1} | degrees
     return plait.Plan(
-        model=str(work.config_folder), batch=work.rows, seq=work.seq, microbatches=micro, seed=SEED, lr=LEARNING_RATE,
+        model=str(work.config_folder), batch=work.rows, seq=work.seq, seed=SEED, lr=LEARNING_RATE,
         lr_schedule="constant", weight_decay=WEIGHT_DECAY, beta1=BETAS[0], beta2=BETAS[1], clip=0.0, **degrees,
     )  # fmt: skip
 
