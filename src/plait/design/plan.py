@@ -16,7 +16,7 @@ from .errors import PlanError, divisors, listed, nearest
 from .facts import ModelFacts
 from .layout import balanced
 from .mesh import AXES, Mesh
-from .schedule import METHODS, Schedule, make, method
+from .schedule import METHODS, Schedule, in_halves, make, method
 from .styles import style
 
 
@@ -46,6 +46,9 @@ class Plan(BaseModel):
     pp: int = Field(1, ge=1, description="Pipeline parallel degree.")
     schedule: str = Field("1f1b", description=f"Pipeline schedule: {listed(METHODS)}.")
     chunks: int = Field(0, ge=0, description="Pipeline stages on each rank; 0: the least that the schedule takes.")
+    split_backward: bool = Field(
+        False, description="Part every backward in two also where the schedule does not ask for it, to time the halves."
+    )
     microbatches: int = Field(1, ge=1, description="Microbatches a step on each data parallel rank.")
     batch: int = Field(8, ge=1, description="Rows in one step, over all ranks.")
     seq: int = Field(128, ge=1, description="Tokens in a row.")
@@ -107,7 +110,8 @@ class Plan(BaseModel):
 
     def table(self) -> Schedule:
         """Its schedule: computation only."""
-        return make(self.schedule, self.pp, self.microbatches, self.chunks)
+        found = make(self.schedule, self.pp, self.microbatches, self.chunks)
+        return in_halves(found) if self.split_backward else found
 
     @property
     def microbatch_rows(self) -> int:

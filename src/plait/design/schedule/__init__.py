@@ -9,6 +9,7 @@ from ..errors import PlanError, listed, nearest
 from . import forward, gpipe, interleaved, naive, one_f_one_b, zb_h1
 from .action import BACKWARDS, LAST, Action, Kind, Schedule, needs, partner
 from .check import check, live_microbatches, peak
+from .halves import in_halves
 from .lower import lower
 from .place import Placement, loop, straight, vee
 
@@ -55,7 +56,7 @@ METHODS: dict[str, Method] = {
 FORWARD_ONLY = forward.make
 
 __all__ = [
-    "BACKWARDS", "FORWARD_ONLY", "LAST", "METHODS", "Action", "Kind", "Method", "Schedule", "check",
+    "BACKWARDS", "FORWARD_ONLY", "LAST", "METHODS", "Action", "Kind", "Method", "Schedule", "check", "in_halves",
     "live_microbatches", "loop", "lower", "make", "method", "needs", "partner", "peak", "straight", "vee",
 ]  # fmt: skip
 
