@@ -19,10 +19,10 @@ once. Bytes per token of a microbatch, h hidden, a heads of D, t tp:
 times the tokens of a microbatch, added up as the schedule has them alive on the rank. Where backward is split, what the
 linear layers read and the gradients of what they gave (`deferred`) live on until the backward of the weights. After
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4, with the
-log-sum-exp of flash attention in the place of its scores, and counted tensor by tensor as transformers' llama keeps them: on a CPU, where
-every row is one document, the count is exact. Left out: the masks of packed documents, tensors on their way between
-stages, what a kernel needs while it runs, a bf16 gradient before it is added to its bucket, what an allocator rounds up,
-and the process itself (interpreter, libraries, CUDA's context).
+log-sum-exp of flash attention in the place of its scores, and counted tensor by tensor as transformers' llama keeps
+them: on a CPU, where every row is one document, the count is exact. Left out: the masks of packed documents, tensors on
+their way between stages, what a kernel needs while it runs, a bf16 gradient before it is added to its bucket, what an
+allocator rounds up, and the process itself (interpreter, libraries, CUDA's context).
 """
 
 from __future__ import annotations
