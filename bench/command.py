@@ -21,6 +21,7 @@ from .contestants.contestant import Contestant
 from .contestants.field import COURSES, FIELD, ONE, RIVALS
 from .memory import memory
 from .parked import Lost, freeze, in_child, single_threaded
+from .prediction import predictions
 from .rounds import Record, Track
 from .work import BASE, MEM, SMALL, Work, prepare
 
@@ -143,10 +144,11 @@ def _bench(given: argparse.Namespace, entrants: list[Contestant], scratch: Path,
             "contestants": results.contestants(track.records, sizes, work),
             "rivals": results.rivals(track.records, sizes),
             "ceilings": results.ceilings(track.records, work),
+            "predictions": predictions(track.records, work),
         }
         for course, track, rounds, profiled in raced
     ]  # fmt: skip
-    everyone = [row for course in courses for row in course["contestants"]]
+    everyone = [row for _, track, _, _ in raced for row in results.contestants(track.records, sizes, work)]
     return {
         "machine": here | {"others": results.machine_share(everyone)},
         "work": _described(work),

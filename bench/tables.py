@@ -29,7 +29,14 @@ def tables(results: Results) -> list[Table]:
     found = [
         replace(table, title=f"{course['name'].capitalize()}: {table.title}")
         for course in results["courses"]
-        for table in (contestants(course), rivals(course), ceilings(course), splits(course), *functions(course))
+        for table in (
+            contestants(course),
+            rivals(course),
+            predictions(course),
+            ceilings(course),
+            splits(course),
+            *functions(course),
+        )
     ]
     return [table for table in found if table.rows]
 
@@ -71,7 +78,21 @@ def rivals(results: Results) -> Table:
          "" if row["memory"] is None else f"{row['memory']:.2f}")
         for row in results["rivals"]
     ]  # fmt: skip
-    return Table("plait's speed over its peer's", ("plait", "peer", "ratio", "95 %", "bar", "", "memory, of the peer's"), tuple(rows))
+    return Table(
+        "plait's speed over its peer's",
+        ("plait", "peer", "ratio", "95 %", "bar", "", "memory, of the peer's"),
+        tuple(rows),
+    )
+
+
+def predictions(results: Results) -> Table:
+    rows = [
+        (row["schedule"], f"{1000 * row['predicted']:.0f}", f"{1000 * row['measured']:.0f}", f"{row['ratio']:.3f}",
+         row["verdict"])
+        for row in results["predictions"]
+    ]  # fmt: skip
+    columns = ("schedule", "predicted, ms a step", "measured", "ratio", "within 10 %")
+    return Table("steps predicted from the times of gpipe in halves", columns, tuple(rows))
 
 
 def ceilings(results: Results) -> Table:

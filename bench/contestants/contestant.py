@@ -23,8 +23,9 @@ class Seat(Protocol):
     @property
     def ranks(self) -> int: ...
 
-    def serve(self, step: Step, split: Split | None = None) -> None:
-        """Takes the contestant's step whenever the bench asks; returns at the end of the bench."""
+    def serve(self, step: Step, split: Split | None = None, times: Split | None = None) -> None:
+        """Takes the contestant's step whenever the bench asks; returns at the end of the bench. `times` says how long
+        the actions of the last step took, and is asked after each turn."""
         ...
 
     def at(self, rank: int) -> Seat:

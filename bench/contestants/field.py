@@ -64,18 +64,25 @@ PIPELINES = tuple(
         *(
             Contestant(
                 f"plait-{schedule}-{n}", f"plait {schedule}", n, laid_out(pp=n, schedule=schedule), launches=True,
-                profiled=True, course=pipelines(n),
+                profiled=schedule in ("1f1b", "zb-v"), course=pipelines(n),
             )
             for schedule in (*SCHEDULES, *OURS)
         ),
     )
+)  # fmt: skip
+HALVES = "plait-halves-2"
+"""Whose times of F, I and W the others are predicted from."""
+PREDICTED = {f"plait-{schedule}-2": schedule for schedule in ("1f1b", "interleaved", "zb-v")}
+TIMED = Contestant(
+    HALVES, "plait gpipe, backward in halves", 2, laid_out(pp=2, schedule="gpipe", split_backward=True), launches=True,
+    course=pipelines(2),
 )  # fmt: skip
 ACCUMULATION = (
     Contestant("one-accumulates", "one process, 8 microbatches", 1, one_process.race_in_microbatches, course=STAGE),
     Contestant("plait-one-stage", "plait, 1 stage, 8 microbatches", 1, laid_out(microbatches=8), launches=True,
                profiled=True, course=STAGE),
 )  # fmt: skip
-FIELD = (*ALONE, *DATA, *TENSOR, *PIPELINES, *ACCUMULATION)
+FIELD = (*ALONE, *DATA, *TENSOR, *PIPELINES, TIMED, *ACCUMULATION)
 COURSES = tuple(dict.fromkeys(one.course for one in FIELD))
 """In each of them the one process takes part."""
 
