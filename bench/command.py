@@ -142,7 +142,7 @@ def _bench(given: argparse.Namespace, entrants: list[Contestant], scratch: Path,
         {
             "name": course, "rounds": rounds, "profile": profiled,
             "contestants": results.contestants(track.records, sizes, work),
-            "rivals": results.rivals(track.records, sizes),
+            "rivals": results.rivals(track.records, sizes, work),
             "ceilings": results.ceilings(track.records, work),
             "predictions": predictions(track.records, work),
         }

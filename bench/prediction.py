@@ -25,13 +25,26 @@ RANKS = 2
 CLOSE = 0.10
 
 
+def bubble(schedule: str, record: Record, work: Work) -> float:
+    """The share of the rank-seconds that a run of `schedule` must idle, by the times of its own computation."""
+    times = medians(record)
+
+    def seconds(action: Action) -> float:
+        return times.get(f"{action.kind.letter}{action.stage}", 0.0) if action.kind.lane == "compute" else 0.0
+
+    return simulate(lower(make(schedule, record.contestant.ranks, work.microbatches)), seconds).bubble
+
+
+def medians(record: Record) -> dict[str, float]:
+    return {key: median(turn[key] for turn in record.times) for key in record.times[0]}
+
+
 def predictions(records: dict[str, Record], work: Work) -> list[dict[str, Any]]:
     """A row for each schedule that is in the course: its step as predicted and as measured, medians over the rounds."""
     source = records.get(HALVES)
     if source is None or source.trouble or not source.times:
         return []
-    times = {key: median(turn[key] for turn in source.times) for key in source.times[0]}
-    found = []
+    times, found = medians(source), []
     for name, schedule in PREDICTED.items():
         measured = records.get(name)
         if measured is None or measured.trouble or not measured.step_seconds:

@@ -18,6 +18,7 @@ import plait
 
 from .contestants.field import ONE, RIVALS, Rivals, ceiling_of
 from .measure import Estimate, median, spread
+from .prediction import bubble
 from .rounds import Record, compare, gap
 from .work import Work
 
@@ -61,13 +62,20 @@ def _contestant(record: Record, speed: dict[str, Record], size: Record | None, w
     }
 
 
-def rivals(speed: dict[str, Record], sizes: dict[str, Record]) -> list[dict[str, Any]]:
-    found = [(one, compare(speed, one)) for one in RIVALS]
-    return [
-        asdict(one) | {"ratio": estimate(it), "verdict": verdict(it, one.bar), "memory": most_memory(sizes, one)}
-        for one, it in found
-        if it
-    ]
+def rivals(speed: dict[str, Record], sizes: dict[str, Record], work: Work) -> list[dict[str, Any]]:
+    found = []
+    for one in RIVALS:
+        it = compare(speed, one)
+        if it is None:
+            continue
+        bar = one.bar
+        if bar is not None and one.less_bubble:
+            bar *= 1 - bubble(one.less_bubble, speed[one.ours], work)
+        found.append(
+            asdict(one)
+            | {"bar": bar, "ratio": estimate(it), "verdict": verdict(it, bar), "memory": most_memory(sizes, one)}
+        )
+    return found
 
 
 def most_memory(sizes: dict[str, Record], one: Rivals) -> float | None:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from plait.design.schedule import lower, make
-from plait.design.simulate import simulate
-
-from ..work import BASE
 from . import ceiling, dtensor_tp, one_process, torch_ddp, transformers_tp
 from .contestant import Contestant
 from .plait_run import laid_out
@@ -17,11 +13,6 @@ ONE = "one-1t"
 """The contestant whose losses are everyone's."""
 
 STAGE = "one stage"
-
-
-def bubble(schedule: str, ranks: int, microbatches: int) -> float:
-    """Of the textbook's clock: a forward takes 1, each half of a backward 1."""
-    return simulate(lower(make(schedule, ranks, microbatches))).bubble
 
 
 def pipelines(ranks: int) -> str:
@@ -95,6 +86,8 @@ class Rivals:
     ours: str
     theirs: str
     bar: float | None = None
+    less_bubble: str = ""
+    """A schedule: the bar is `bar` of what its bubble leaves, simulated with the times of its own run."""
 
 
 RIVALS = (
@@ -103,11 +96,7 @@ RIVALS = (
     Rivals("plait-tp-2", "dtensor-tp-2"),
     Rivals("plait-tp-2", "auto-tp-2"),
     *(Rivals(f"plait-{s}-{n}", f"torch-{s}-{n}", bar=1.0) for n in (2, 4) for s in SCHEDULES),
-    # What is left of the ceiling when the bubble is taken off, and 5 % for all else.
-    *(
-        Rivals(f"plait-{s}-2", "ceiling-pp-2", bar=round(0.95 * (1 - bubble(s, 2, BASE.microbatches)), 3))
-        for s in (*SCHEDULES, *OURS)
-    ),
+    *(Rivals(f"plait-{s}-2", "ceiling-pp-2", bar=0.95, less_bubble=s) for s in (*SCHEDULES, *OURS)),
     Rivals("plait-one-stage", "one-accumulates", bar=round(1 / 1.02, 3)),
 )
 
