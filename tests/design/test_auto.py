@@ -73,7 +73,7 @@ def test_the_search_alone_reaches_the_published_rates(row: dict[str, Any], times
     # The memory is counted here once more, without the search's own count.
     h, a, s = row["hidden"], row["heads"], row["seq"]
     share = 32 * h / (34 * h + 5 * a * s)
-    kept = [peak(table, rank, forward=lambda stage: 1, deferred=lambda stage: share) for rank in range(p)]
+    kept = [peak(table, rank, forward=lambda *_: 1, deferred=lambda *_: share) for rank in range(p)]
     assert max(kept) <= limit + 1e-6
 
 
@@ -216,7 +216,7 @@ def test_an_impossible_limit_names_the_least_that_works() -> None:
     with pytest.raises(PlanError, match=r"limit of 2 is less than the 2\.5 .* on stage 1 of 2: set a limit of 2\.5"):
         search(2, 4, times, 2)
     table = search(2, 4, times, 2.5)
-    assert peak(table, 1, forward=lambda stage: 2.5, deferred=lambda stage: 1) <= 2.5
+    assert peak(table, 1, forward=lambda *_: 2.5, deferred=lambda *_: 1) <= 2.5
 
 
 def test_auto_is_a_method_on_the_textbooks_clock() -> None:

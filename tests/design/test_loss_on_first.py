@@ -11,7 +11,7 @@ from plait.design.cost.traffic import traffic
 from plait.design.errors import PlanError
 from plait.design.plan import Plan, validate
 from plait.design.records import Traffic
-from plait.design.schedule import METHODS, Kind, check, lower, make, method, with_loss_on_first
+from plait.design.schedule import RUNS, Kind, check, lower, make, method, with_loss_on_first
 from plait.design.simulate import simulate
 from tests.design.facts import llama
 
@@ -24,7 +24,7 @@ def microbatches(name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", RUNS)
 def test_every_schedule_takes_it(name: str, p: int) -> None:
     """Complete, ordered and free of deadlock; the stages with blocks keep the order that they had."""
     for m in microbatches(name):
@@ -81,7 +81,7 @@ def test_two_ranks_count_both_boundaries_in_one_row() -> None:
     assert found[0, "activation", "send"].payload == 2 * hidden
 
 
-@pytest.mark.parametrize("schedule", METHODS)
+@pytest.mark.parametrize("schedule", RUNS)
 def test_one_rank_has_first_and_last(schedule: str) -> None:
     plan = Plan(schedule=schedule, loss_at="first")
     other = plan.model_copy(update={"loss_at": "last"})
