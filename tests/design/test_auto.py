@@ -12,7 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plait.design.balance import weights
+from plait.design.cost.memory import memory
 from plait.design.errors import PlanError
+from plait.design.per_token import operations
+from plait.design.plan import Plan, validate
 from plait.design.schedule import (
     METHODS,
     Action,
@@ -28,8 +32,15 @@ from plait.design.schedule import (
 )
 from plait.design.schedule.auto import fits, least_seconds, seconds
 from plait.design.schedule.auto import search as search_alone
+from plait.design.table import estimate
+from plait.design.table import table as table_of
+from tests.design.facts import llama
 
 REFERENCE = Path(__file__).parents[1] / "references" / "zero_bubble_2p.json"
+PAGE = [
+    line.removesuffix(" |")
+    for line in (Path(__file__).parents[2] / "docs/methods/auto.md").read_text("utf-8").splitlines()
+]
 PAPER: list[dict[str, Any]] = json.loads(REFERENCE.read_text(encoding="utf-8"))["settings"]
 EVERY = pytest.mark.parametrize("row", PAPER, ids=lambda row: f"{row['model']}-m{row['m']}")
 
@@ -70,6 +81,8 @@ def test_the_search_alone_reaches_the_published_rates(row: dict[str, Any], times
     table = search_alone(p, m, of(row), limit, rolling=True)
     check(table)
     assert rate(row, table) <= row[f"zb_{times_p}p"]
+    shown = next(line for line in PAGE if line.startswith(f"| {row['model']} | {p} | {m} |")).split(" | ")
+    assert shown[2 * times_p + 1 : 2 * times_p + 3] == [f"{row[f'zb_{times_p}p']:.4f}", f"{rate(row, table):.4f}"]
     # The memory is counted here once more, without the search's own count.
     h, a, s = row["hidden"], row["heads"], row["seq"]
     share = 32 * h / (34 * h + 5 * a * s)
@@ -217,6 +230,60 @@ def test_an_impossible_limit_names_the_least_that_works() -> None:
         search(2, 4, times, 2)
     table = search(2, 4, times, 2.5)
     assert peak(table, 1, forward=lambda *_: 2.5, deferred=lambda *_: 1) <= 2.5
+
+
+# --- a plan's
+
+
+MODEL = llama(blocks=16, heads=16, head_dim=8, kv_heads=8, intermediate=344, vocabulary=2048)
+
+
+def planned(**fields: Any) -> Plan:
+    plan = Plan(**{"schedule": "auto", "batch": 128, "seq": 64, **fields})
+    validate(plan, MODEL)
+    return plan
+
+
+def test_the_operations_of_the_stages_are_those_that_balance_makes_even() -> None:
+    plan = planned(pp=4, microbatches=8, balance="cost")
+    parts = [operations(plan, MODEL, stage) for stage in range(4)]
+    assert sum(map(sum, parts)) == sum(weights(MODEL, "cost", plan.seq))
+    assert all(backward - forward == forward - weight > 0 for forward, backward, weight in parts)
+
+
+@pytest.mark.parametrize("limit", [0.4, 1.0, 2.0])
+def test_a_plans_table_is_searched_for_within_its_limit(limit: float) -> None:
+    plan = planned(pp=8, microbatches=16, schedule_limit=limit)
+    times, plain = estimate(plan, MODEL), make("1f1b", 8, 16)
+    most = limit * max(
+        peak(plain, rank, forward=lambda stage, _: times.activation[stage], deferred=lambda *_: 0) for rank in range(8)
+    )
+    found = table_of(plan, MODEL)
+    check(lower(found, reduce=True))
+    assert fits(found, times, most)
+    assert found == table_of(plan, MODEL)
+    for other in one_stage_each(8, 16):
+        if fits(other, times, most):
+            assert seconds(found, times) <= seconds(other, times) * (1 + 1e-9)
+    # The bill counts the same, and the gradient on its way into a stage: 8 rows x 64 tokens x 128 hidden, fp32.
+    assert max(bill.activations for bill in memory(plan, MODEL)) <= most + 8 * 64 * 128 * 4 + 4 * 16
+
+
+def test_a_plans_limit_that_cannot_be_names_the_least_that_can() -> None:
+    plan = planned(pp=4, microbatches=8, schedule_limit=0.05)
+    with pytest.raises(
+        PlanError, match=r"schedule_limit 0\.05 of the .* MB .* set schedule_limit 0\.\d+ or more"
+    ) as error:
+        table_of(plan, MODEL)
+    least = float(str(error.value).split("set schedule_limit ")[1].split(" ")[0])
+    check(table_of(planned(pp=4, microbatches=8, schedule_limit=least), MODEL))
+    with pytest.raises(PlanError, match="less than"):
+        table_of(planned(pp=4, microbatches=8, schedule_limit=least - 0.002), MODEL)
+
+
+def test_a_limit_without_a_search_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"schedule_limit 2 .* set schedule auto, or schedule_limit 1"):
+        planned(pp=4, microbatches=8, schedule="1f1b", schedule_limit=2.0)
 
 
 def test_auto_is_a_method_on_the_textbooks_clock() -> None:

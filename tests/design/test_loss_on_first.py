@@ -13,6 +13,7 @@ from plait.design.plan import Plan, validate
 from plait.design.records import Traffic
 from plait.design.schedule import RUNS, Kind, check, lower, make, method, with_loss_on_first
 from plait.design.simulate import simulate
+from plait.design.table import table
 from tests.design.facts import llama
 
 FACTS = llama()
@@ -28,28 +29,28 @@ def microbatches(name: str) -> list[int]:
 def test_every_schedule_takes_it(name: str, p: int) -> None:
     """Complete, ordered and free of deadlock; the stages with blocks keep the order that they had."""
     for m in microbatches(name):
-        table = make(name, p, m)
-        changed = with_loss_on_first(table)
+        made = make(name, p, m)
+        changed = with_loss_on_first(made)
         check(changed)
         check(lower(changed, reduce=True))
-        loss = table.stages
+        loss = made.stages
         rest = tuple(tuple(a for a in row if a.stage != loss) for row in changed.rows)
-        assert rest == table.rows
-        if table.rank_of(loss - 1) == 0:
-            assert changed == table
+        assert rest == made.rows
+        if made.rank_of(loss - 1) == 0:
+            assert changed == made
             continue
         assert changed.rank_of(loss) == 0
         assert [a.kind for a in changed.rows[0] if a.stage == loss] == [Kind.FORWARD, Kind.BACKWARD] * m
-        assert changed.splits == table.splits
+        assert changed.splits == made.splits
         # On the textbook's clock nothing comes sooner for it.
-        assert simulate(lower(changed)).seconds >= simulate(lower(table)).seconds
+        assert simulate(lower(changed)).seconds >= simulate(lower(made)).seconds
 
 
 def test_a_table_without_the_loss_is_refused() -> None:
-    table = with_loss_on_first(make("1f1b", 2, 3))
-    rows = (tuple(a for a in table.rows[0] if a.stage != 2 or a.microbatch != 1), table.rows[1])
+    made = with_loss_on_first(make("1f1b", 2, 3))
+    rows = (tuple(a for a in made.rows[0] if a.stage != 2 or a.microbatch != 1), made.rows[1])
     with pytest.raises(PlanError, match="never does 2F1"):
-        check(replace(table, rows=rows))
+        check(replace(made, rows=rows))
 
 
 def pp(plan: Plan) -> dict[tuple[int, str, str], Traffic]:
@@ -85,7 +86,7 @@ def test_two_ranks_count_both_boundaries_in_one_row() -> None:
 def test_one_rank_has_first_and_last(schedule: str) -> None:
     plan = Plan(schedule=schedule, loss_at="first")
     other = plan.model_copy(update={"loss_at": "last"})
-    assert plan.table() == other.table()
+    assert table(plan, FACTS) == table(other, FACTS)
     assert plan.placement == other.placement
     assert traffic(plan, FACTS) == traffic(other, FACTS)
     assert memory(plan, FACTS) == memory(other, FACTS)

@@ -133,6 +133,7 @@ EXACT: dict[str, Callable[[int, int, int], int]] = {
     "zb-h1": lambda p, m, v: p - 1,
     "zb-h2": lambda p, m, v: p - 1,
     "zb-v": lambda p, m, v: p - 1,
+    "auto": lambda p, m, v: p - 1,
     "dualpipe-v": lambda p, m, v: 2 * (p - 1),
     "dualpipe": lambda p, m, v: 2 * (p // 2 - 1),
 }

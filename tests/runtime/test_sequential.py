@@ -13,7 +13,7 @@ from plait.design.cost.memory import memory
 from plait.design.cost.traffic import traffic
 from plait.design.errors import PlanError
 from plait.design.plan import Plan
-from plait.design.schedule import METHODS, method
+from plait.design.schedule import RUNS, method
 from plait.runtime import sequential
 from plait.runtime.batch import IGNORE, Batch
 from plait.runtime.comm.world import World
@@ -154,7 +154,7 @@ def assert_equal(nursery: Nursery, kind: str, changes: dict[str, Any]) -> None:
     assert found == set(one["weights"])
 
 
-@pytest.mark.parametrize("schedule", METHODS)
+@pytest.mark.parametrize("schedule", RUNS)
 def test_every_schedule_over_pp_and_dp(nursery: Nursery, schedule: str) -> None:
     microbatches = min(4, method(schedule).microbatches[1])
     assert_equal(nursery, "widths", {"pp": 2, "dp": 2, "schedule": schedule, "microbatches": microbatches})

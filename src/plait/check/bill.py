@@ -65,11 +65,13 @@ def bill(plan: Plan, facts: ModelFacts, steps: int, *, shipped: bool = True) -> 
 
 
 def outputs(plan: Plan, facts: ModelFacts) -> int:
-    """Bytes of what is recorded of a step's forwards and backwards: inputs and outputs of blocks, outputs of modules, and
-    the gradient of each; and the gradients of each microbatch, where that is little."""
+    """Bytes of what is recorded of a step forward and backward: inputs and outputs of blocks, outputs of modules, what
+    linear layers read, and the gradient of each; and the gradients of each microbatch, where that is little."""
     width = 2 * facts.blocks * facts.hidden + 2 * facts.hidden + facts.vocabulary
     if looks_inside(plan, facts):
-        width += sum(fact.shape[0] for fact in facts.parameters if fact.block is not None and fact.tensor == "weight")
+        weights = [fact.shape for fact in facts.parameters if fact.block is not None and fact.tensor == "weight"]
+        # A matrix is as wide as what it gives and what it reads, whichever is its first dim.
+        width += facts.hidden + sum(sum(shape) if len(shape) == 2 else shape[0] for shape in weights)
     apart = each_microbatch(plan, facts.elements)
     return plan.batch * plan.seq * 2 * WIDE * width + (apart if apart <= MOST_INSIDE else 0)
 

@@ -18,7 +18,7 @@ from .errors import PlanError, divisors, listed, nearest
 from .facts import ModelFacts
 from .layout import balanced
 from .mesh import AXES, Mesh
-from .schedule import RUNS, Schedule, in_halves, make, method, placement_with_loss, with_loss_on_first
+from .schedule import RUNS, method, placement_with_loss, suitable
 from .styles import style
 
 
@@ -48,6 +48,11 @@ class Plan(BaseModel):
     pp: int = Field(1, ge=1, description="Pipeline parallel degree.")
     schedule: str = Field("1f1b", description=f"Pipeline schedule: {listed(RUNS)}.")
     chunks: int = Field(0, ge=0, description="Pipeline stages on each rank; 0: the least that the schedule takes.")
+    schedule_limit: float = Field(
+        1.0,
+        gt=0,
+        description="auto: what a rank may keep for backward, as a multiple of what 1f1b's fullest rank keeps.",
+    )
     loss_at: Literal["last", "first"] = Field(
         "last", description="Pipeline rank that computes the loss: the last, or for comparison the first."
     )
@@ -123,12 +128,6 @@ class Plan(BaseModel):
         """The stage that has the loss: the last with blocks, or one of its own after it."""
         return len(self.placement) - 1
 
-    def table(self) -> Schedule:
-        """Its schedule: computation only."""
-        found = make(self.schedule, self.pp, self.microbatches, self.chunks)
-        found = in_halves(found) if self.split_backward else found
-        return with_loss_on_first(found) if self.loss_at == "first" else found
-
     @property
     def microbatch_rows(self) -> tuple[int, ...]:
         """The rows of every microbatch of a data parallel rank: they differ by at most one, larger first."""
@@ -198,10 +197,19 @@ def schedule_is_known(plan: Plan, facts: ModelFacts) -> str | None:
     try:
         if why := method(plan.schedule).no_run:
             return f"The schedule {plan.schedule} is for plait schedule only. It {why}."
-        plan.table()
+        suitable(plan.schedule, plan.pp, plan.microbatches, plan.chunks)
     except PlanError as error:
         return str(error)
     return None
+
+
+def limit_is_for_a_search(plan: Plan, facts: ModelFacts) -> str | None:
+    if plan.schedule_limit == 1 or method(plan.schedule).searched:
+        return None
+    return (
+        f"schedule_limit {plan.schedule_limit:g} is the limit of a search, but {plan.schedule} is not searched for: "
+        "set schedule auto, or schedule_limit 1."
+    )
 
 
 def blocks_fill_stages(plan: Plan, facts: ModelFacts) -> str | None:
@@ -280,8 +288,8 @@ def evaluation_is_asked_for(plan: Plan, facts: ModelFacts) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
-    degrees_make_the_ranks, schedule_is_known, batch_divides, blocks_fill_stages, blocks_are_dealt, tensors_divide,
-    sequence_fits, warm_up_ends, own_attention_drops_nothing, evaluation_is_asked_for,
+    degrees_make_the_ranks, schedule_is_known, limit_is_for_a_search, batch_divides, blocks_fill_stages,
+    blocks_are_dealt, tensors_divide, sequence_fits, warm_up_ends, own_attention_drops_nothing, evaluation_is_asked_for,
 )  # fmt: skip
 
 

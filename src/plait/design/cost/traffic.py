@@ -19,12 +19,12 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from ..facts import ModelFacts
+from ..per_token import ELEMENT
 from ..plan import Plan, width_after
 from ..records import WORLD, Traffic
 from ..sharding import Sharding, buckets, shard
 from ..styles import style
 
-ELEMENT = {"fp32": 4, "bf16": 2}
 GRADIENT_ELEMENT = 4
 
 

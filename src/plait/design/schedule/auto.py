@@ -31,9 +31,14 @@ MOST_ACTIONS = 1 << 20
 
 
 def search(
-    ranks: int, microbatches: int, times: Times, limit: float, *,
-    candidates: Sequence[Schedule] = (), rolling: bool = False,
-) -> Schedule:  # fmt: skip
+    ranks: int,
+    microbatches: int,
+    times: Times,
+    limit: float,
+    *,
+    candidates: Sequence[Schedule] = (),
+    rolling: bool = False,
+) -> Schedule:
     """The shortest of the `candidates` that fit and of what the search finds; of two that are as short the first. Stage s
     is on rank s. Pure: with the same arguments the same table, on every rank."""
     least = max(times.activation)
@@ -91,13 +96,15 @@ def seconds(table: Schedule, times: Times, *, rolling: bool = False) -> float:
 
 def fits(table: Schedule, times: Times, limit: float) -> bool:
     """Whether no rank keeps more than `limit`."""
-    return all(
-        peak(
-            table, rank, forward=lambda stage, _: times.activation[stage], deferred=lambda stage, _: times.deferred[stage]
-        )
-        <= limit * (1 + TINY)
-        for rank in range(table.ranks)
-    )  # fmt: skip
+
+    def kept(stage: int, microbatch: int) -> float:
+        return times.activation[stage]
+
+    def later(stage: int, microbatch: int) -> float:
+        return times.deferred[stage]
+
+    peaks = (peak(table, rank, forward=kept, deferred=later) for rank in range(table.ranks))
+    return max(peaks) <= limit * (1 + TINY)
 
 
 def least_seconds(microbatches: int, times: Times, limit: float, *, rolling: bool = False) -> float:

@@ -13,6 +13,7 @@ from ...design.plan import Plan, stage_blocks, validate, width_after
 from ...design.schedule import FORWARD_ONLY, Schedule, check, lower
 from ...design.sharding import Parameter, Sharding, buckets, shard
 from ...design.styles import style
+from ...design.table import table
 from .. import sequential
 from ..comm.world import Group, World
 from ..hf.read import Model, read
@@ -49,8 +50,8 @@ def build(
     place = world.coordinate["pp"]
     numbers = sharding.stages_at(place)
     held = sharding.at(place)
-    table = plan.table()
-    schedule = lower(table, reduce=True)
+    computed = table(plan, trained.facts)
+    schedule = lower(computed, reduce=True)
     check(schedule)
 
     # The modules of each stage here, without memory; then tp replaces forwards, and split backward what linear layers do
@@ -63,7 +64,7 @@ def build(
     kept: dict[str, nn.Parameter] = {}
     for number in (number for number in numbers if number < plan.stages):
         body = _body(plan, trained, sharding, world, number, dtype)
-        if table.splits:
+        if computed.splits:
             owed[number] = WeightGradients()
         later = _replace_forwards(trained, body, sharding, world, tp, shared, number, owed.get(number))
         parts += _parts(sharding, number, later)
