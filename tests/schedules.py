@@ -6,12 +6,14 @@ from typing import Any
 
 from plait.design.errors import PlanError
 from plait.design.plan import Plan
+from plait.design.schedule import make, suitable
 
 
 def runs(**changes: Any) -> bool:
     """Whether a run takes this schedule with so many ranks, microbatches and stages a rank."""
+    plan = Plan(**changes)
     try:
-        Plan(**changes).table()
+        suitable(plan.schedule, plan.pp, plan.microbatches, plan.chunks)
     except PlanError:
         return False
     return True
@@ -19,7 +21,7 @@ def runs(**changes: Any) -> bool:
 
 def splits(name: str) -> bool:
     """Whether it parts backwards by itself."""
-    return runs(schedule=name, pp=2, microbatches=2) and Plan(schedule=name, pp=2, microbatches=2).table().splits
+    return runs(schedule=name, pp=2, microbatches=2) and make(name, 2, 2).splits
 
 
 def both_ends(name: str) -> bool:

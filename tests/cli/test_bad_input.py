@@ -301,6 +301,22 @@ def test_a_config_json(refused: Refusals, config: str | bytes | dict[str, Any], 
     assert words in refused.model(config)
 
 
+def test_a_check_that_the_machine_has_no_room_for(plait: Driver, refused: Refusals, tmp_path: Path) -> None:
+    """Memory for the model as it is, and files of a proof that is longer than any disk."""
+    large = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 32000}
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "config.json").write_text(json.dumps({**TINY, **large}))
+    said = plait.run("check", tmp_path / "large", "--full", "--pp", 2).refused("GiB for 2 ranks", "leave --full out")
+    millions, reference, ranks, have = map(number, re.findall(r"([\d,.]+) (?:M|GiB)", said))
+    assert reference > millions * 1e6 * 160 / 2**30 > ranks > have
+    said = refused.flags("--prove", 10**7, "--steps", 10**7)
+    assert re.search(r"takes [\d,.]+ GiB of files in \S+, which has [\d,.]+ GiB free: set TMPDIR", said)
+
+
+def number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
 def test_a_folder_with_weights_that_cannot_be_read(refused: Refusals) -> None:
     refused.model("[]")
     (refused.folder / "model" / "model-00001-of-00002.safetensors").touch()

@@ -34,7 +34,7 @@ def loads(counts: list[int], sizes: tuple[int, ...]) -> list[int]:
 
 
 @settings(max_examples=400)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(0, 40), st.integers(0, 40), st.data())
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(0, 40), st.integers(0, 40), st.data())
 def test_the_largest_stage_is_as_small_as_any_deal_makes_it(
     counts: list[int], first: int, last: int, data: st.DataObject
 ) -> None:
@@ -93,6 +93,13 @@ def test_a_tied_weight_counts_where_it_is_used() -> None:
     assert weights(both, "cost", 8) == weights(untied, "cost", 8)
     one = tied(llama(blocks=1))
     assert weights(one, "parameters", 8) == [one.elements], "on one stage it is held once"
+
+
+def test_a_weight_of_several_blocks_counts_in_each() -> None:
+    shared = replace(parameter("3.weight", (5, 7), block=3), tied=(("1", None), ("3.again", None)), tied_blocks=(1, 3))
+    more = replace(FACTS, parameters=(*FACTS.parameters, shared))
+    before, after = weights(FACTS, "parameters", 8), weights(more, "parameters", 8)
+    assert [b - a for a, b in zip(before, after, strict=True)] == [0, 35, 0, 35, 0, 0]
 
 
 def test_of_experts_those_count_that_a_token_goes_to() -> None:

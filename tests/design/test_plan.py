@@ -138,7 +138,7 @@ def test_p045_more_tp_ranks_than_kv_heads() -> None:
     assert all(accepted(follow(plan, way), facts) for way in ways(text))
 
 
-def test_vocabulary_that_does_not_divide() -> None:
+def test_p043_vocabulary_that_does_not_divide() -> None:
     plan, facts = Plan(tp=2), llama(vocabulary=97)
     text = sentence(plan, facts)
     assert "tp 2 does not divide the 97 vocabulary rows of model.embed_tokens.weight" in text

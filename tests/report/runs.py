@@ -15,6 +15,7 @@ from plait.design.plan import Plan
 from plait.design.records import MemoryBill, StepTime, Timeline
 from plait.design.schedule import Action, Kind, lower
 from plait.design.simulate import simulate
+from plait.design.table import table
 from plait.report import record
 from plait.report.record import RunRecord, Sample
 from tests.design.facts import llama
@@ -41,7 +42,7 @@ def times(rank: int, **changes: float) -> StepTime:
 def made(*, blocks: int = 4, **fields: Any) -> RunRecord:
     plan = Plan(**{"model": "llama-tiny", "batch": 16, "seq": 32, **fields})
     facts = llama(blocks=blocks)
-    schedule = lower(plan.table(), reduce=True)
+    schedule = lower(table(plan, facts), reduce=True)
     simulated = simulate(schedule, seconds)
     rows = tuple(traffic(plan, facts))
     bills = tuple(memory(plan, facts))

@@ -8,6 +8,7 @@ import pytest
 
 from plait.design.schedule import METHODS, make
 from plait.report import schedules
+from plait.report.kinds import together
 from plait.report.schedules import Played, Refused
 
 
@@ -32,6 +33,32 @@ def test_numbers_are_the_formulas(p: int, m: int) -> None:
     assert half.time == pytest.approx(3 * m + p - 1)
     assert half.bubble == pytest.approx((p - 1) / (3 * m + p - 1))
     assert half.of_1f1b == 1
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_the_formulas_of_the_pages(p: int) -> None:
+    """Time beyond 3 m, and the most that a rank keeps, where F = I = W and m is large: docs/methods."""
+    m, half = 3 * p, (p - 1) / 2
+    exact = {
+        "zb-h1": (p - 1, p), "zb-h2": (p - 1, 2 * p - 1), "zb-v": (half, p), "dualpipe-v": (p - 1, p + 0.5),
+        "dualpipe": (p - 2, p + 1),
+    }  # fmt: skip
+    for name, (bubble, live) in exact.items():
+        played = schedules.play(name, p, m)
+        assert played.timeline.seconds == pytest.approx(3 * m + bubble), name
+        assert max(played.live) == live, name
+    most = {"v-half": (3 * half, (p + 2) // 2), "v-min": (2 * (p - 1) + 0.5 * (p % 3 == 0), (p + 1) // 3 + 1)}
+    for name, (bubble, live) in most.items():
+        played = schedules.play(name, p, m)
+        assert 3 * m < played.timeline.seconds <= 3 * m + bubble, name
+        assert max(played.live) <= live, name
+
+
+def test_a_pair_is_drawn_as_one_and_counts_once() -> None:
+    played = schedules.play("dualpipe", 4, 8)
+    pairs = [together(row) for row in played.timeline.rows]
+    assert sum(map(len, pairs)) == len(played.table.pairs) > 0
+    assert all(0 <= played.timeline.busy(rank) <= played.timeline.seconds for rank in range(4))
 
 
 def test_every_schedule_has_a_line_and_what_cannot_be_made_says_why() -> None:

@@ -51,7 +51,7 @@ def name(layout: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("layout", PRODUCTS + FOURS, ids=name)
-def test_products_of_degrees(nursery: Nursery, layout: dict[str, Any]) -> None:
+def test_p132_products_of_degrees(nursery: Nursery, layout: dict[str, Any]) -> None:
     batch = 4 * layout.get("dp", 1) * 2
     assert_equal(nursery, model="llama-tiny", batch=batch, microbatches=2, **layout)
 

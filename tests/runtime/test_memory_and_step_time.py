@@ -28,6 +28,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {}, {"compute": "bf16", "microbatches": 4}, {"dp": 2, "bucket_mb": 0.01}, {"tp": 4},
     {"pp": 4, "microbatches": 4, "schedule": "gpipe"}, {"dp": 2, "tp": 2, "pp": 2, "microbatches": 2},
     {"tp": 2, "pp": 2, "microbatches": 4, "compute": "bf16"}, {"microbatches": 3},
+    {"tp": 2, "pp": 2, "microbatches": 4, "loss_at": "first"},
     {"pp": 2, "microbatches": 3, "balance": "3,1"}, {"pp": 3, "microbatches": 5, "balance": "1,2,1"},
     {"tp": 2, "pp": 2, "microbatches": 3, "schedule": "gpipe", "balance": "1,3"},
     {"pp": 2, "microbatches": 5, "schedule": "interleaved"},

@@ -12,6 +12,7 @@ from plait.design.cost.traffic import traffic
 from plait.design.plan import Plan
 from plait.design.records import MemoryBill
 from plait.design.schedule import RUNS, live_microbatches
+from plait.design.table import table
 from plait.runtime.batch import Batch
 from plait.runtime.comm.world import World
 from plait.runtime.hf.read import read
@@ -148,8 +149,9 @@ def alive(changes: dict[str, Any]) -> list[int]:
 def test_live_microbatches_are_those_of_the_table(nursery: Nursery, tiny: Models, schedule: str, pp: int) -> None:
     m = 6 if runs(schedule=schedule, pp=pp, microbatches=6) else 1
     changes = {"model": tiny(num_hidden_layers=8), "schedule": schedule, "pp": pp, "microbatches": m, "batch": m}
-    table = Plan(**changes).table()
-    assert nursery(alive, changes) == [live_microbatches(table, rank) for rank in range(pp)]
+    plan = Plan(**changes)
+    made = table(plan, read(plan.model).facts)
+    assert nursery(alive, changes) == [live_microbatches(made, rank) for rank in range(pp)]
 
 
 KEPT = [

@@ -13,7 +13,7 @@ from plait.check.batches import KINDS, awkward_batches
 from plait.check.places import Verdict
 from plait.check.proof import prove
 from plait.design.plan import Plan
-from plait.design.schedule import RUNS
+from plait.design.schedule import RUNS, make
 from plait.runtime.hf.read import read
 from tests.conftest import Models
 from tests.draws import ACTIVATIONS, ROPES, SEEDS, Draw, draw
@@ -64,7 +64,8 @@ def stages(d: Draw) -> int:
 
 
 def halves(d: Draw) -> bool:
-    return Plan(**d.plan).table().splits
+    plan = Plan(**d.plan)
+    return plan.split_backward or make(plan.schedule, plan.pp, plan.microbatches, plan.chunks).splits
 
 
 SHARES: dict[str, tuple[int, Callable[[Draw], Any]]] = {
@@ -85,6 +86,15 @@ SHARES: dict[str, tuple[int, Callable[[Draw], Any]]] = {
     "sizes that only tp divides": (
         10,
         lambda d: odd(d, "vocab_size") and odd(d, "intermediate_size") and "tp" in axes(d),
+    ),
+    "rows that do not divide by the microbatches": (
+        10,
+        lambda d: d.plan["batch"] // d.degree("dp") % d.plan["microbatches"],
+    ),
+    "stages dealt by hand": (20, lambda d: "," in d.plan["balance"]),
+    "stages dealt by parameters or cost": (
+        10,
+        lambda d: d.degree("pp") > 1 and d.plan["balance"] in ("parameters", "cost"),
     ),
     "fewer microbatches than stages": (8, lambda d: d.plan["microbatches"] < d.degree("pp")),
     "more microbatches than stages": (15, lambda d: d.plan["microbatches"] > d.degree("pp") > 1),

@@ -28,6 +28,7 @@ from tests.runtime.test_numbers import random_batch, rows_of
 LAYOUTS: list[dict[str, Any]] = [
     {"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 4, "bucket_mb": 0.01}, {"tp": 4}, {"pp": 4, "schedule": "gpipe"},
     {"dp": 2, "tp": 2, "pp": 2}, {"dp": 2, "tp": 2, "pp": 2, "compute": "bf16"}, {"tp": 2, "pp": 4}, {},
+    {"tp": 2, "pp": 2, "compute": "bf16", "loss_at": "first"},
     {"tp": 2, "pp": 2, "microbatches": 3, "balance": "3,1"}, {"dp": 2, "pp": 2, "microbatches": 3, "balance": "1,3"},
     {"pp": 2, "tp": 2, "microbatches": 5, "schedule": "interleaved"},
     {"pp": 3, "microbatches": 5, "balance": "1,1,2", "schedule": "zb-h1"},

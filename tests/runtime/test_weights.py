@@ -142,7 +142,7 @@ def test_tied_weights_under_either_name(kept: str, tmp_path: Path) -> None:
     assert_saved(read(str(tmp_path)), own.state_dict())
 
 
-def test_tied_weights_with_two_values_are_refused(tmp_path: Path) -> None:
+def test_p069_tied_weights_with_two_values_are_refused(tmp_path: Path) -> None:
     folder = save(instance("llama", tie_word_embeddings=True), tmp_path)
     change(folder, lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1})
     refused(folder, "different values for model.embed_tokens.weight and lm_head.weight", "tie_word_embeddings to false")

@@ -28,12 +28,13 @@ from ..runtime.hf.read import Model
 from ..runtime.training.assemble import build
 from ..runtime.training.replicas import digest
 from ..runtime.training.step import Run
+from .bill import looks_inside
 from .cause import explained
 from .evidence import Evidence
 from .join import Findings, join
 from .observe import Observer
 from .places import BYTES, PARTS, Found, Place, Verdict, beside, boxes_of, output_of
-from .reference import computing, looks_inside, slack_key, step_file
+from .reference import computing, slack_key, step_file
 from .rounding import UPDATED
 
 POLL_S = 0.005
@@ -50,7 +51,7 @@ def compare(
         plan = plan.model_copy(update={"compute": numerics})
     with computing(numerics):
         run = build(plan, world, model=model, wide=numerics == "wide")
-    observer = Observer(run, inside=looks_inside(plan, model))
+    observer = Observer(run, inside=looks_inside(plan, model.facts))
     desk = _Desk(plan, run, model, observer, folder, numerics)
     observer.initial()
     verdict = desk.judge(0, None)

@@ -40,6 +40,7 @@ class Observer:
             modules = watched(body.module, blocks, inside=inside)
             self.modules |= set(modules)
             self._recorder.attach(modules, blocks)
+        for number in run.stages:
             self._wrap(number)
 
     @property

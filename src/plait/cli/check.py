@@ -13,7 +13,7 @@ from ..design.errors import PlanError, nearest
 from ..design.plan import Plan
 from ..report.words import counted
 from .flags import Values, named, resolve, takes_plan
-from .limits import refuse_memory
+from .limits import refuse_check
 from .terminal import Terminal
 
 STEPS = 3
@@ -71,7 +71,12 @@ def _run(plan: Plan, origin: dict[str, str], *, full: bool, plant: Callable[[], 
     if not full:
         model, plan = small.model, small.plan
         validate(plan, model.facts)
-    refuse_memory(plan, model.facts, wide=True)
+    way = (
+        "leave --full out, which checks a small twin"
+        if full and small.shrunk
+        else "take fewer ranks or a smaller batch"
+    )
+    refuse_check(plan, model.facts, STEPS, shipped=True, way=way)
     console = Terminal()
     if full or not small.shrunk:
         kind = "random parameters" if model.weights is None else f"parameters of {model.weights.said}"

@@ -14,7 +14,7 @@ import typer
 from ..design.errors import PlanError
 from ..design.plan import Plan, validate
 from .flags import Values, named, resolve, takes_plan
-from .limits import refuse_memory
+from .limits import refuse_check, refuse_memory
 
 METRICS = "metrics.jsonl"
 
@@ -50,6 +50,10 @@ def train(
     if here is None:
         refuse_too_many(plan.world)
         refuse_memory(plan, model.facts)
+        if prove:
+            refuse_check(
+                plan, model.facts, prove, shipped=False, way="leave --prove out; plait check takes a small twin"
+            )
     folder = _folder(out, plan)
 
     def tokenise() -> None:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from .errors import listed, nearest
-from .facts import ModelFacts, ParameterFact
+from .facts import ModelFacts
 from .styles import STYLES
 
 UNIFORM = "uniform"
@@ -64,30 +64,33 @@ def weights(facts: ModelFacts, what: str, seq: int) -> list[int]:
     elements (parameters; a tied weight where it is used), or FLOPs a token in rows of `seq` (cost)."""
     if what == UNIFORM:
         return [1] * facts.blocks
-    costs = what == "cost"
-    found = [6 * (seq + 1) * _attention_width(facts) if costs else 0] * facts.blocks
+    if what == "cost":
+        attention = (seq + 1) * attention_width(facts)
+        return [6 * (elements + attention) for elements in products(facts)]
+    found = [0] * facts.blocks
     for fact in facts.parameters:
         if fact.block is not None:
-            found[fact.block] += _flops(fact, facts) if costs else fact.elements
-        elif not costs:
+            for block in {fact.block, *fact.tied_blocks}:
+                found[block] += fact.elements
+        else:
             places = {-1 if fact.after_blocks else 0} | ({-1} if fact.tied else set())
             for place in places if facts.blocks > 1 else {0}:
                 found[place] += fact.elements
-    if costs:
-        found[-1] += 6 * facts.head_weight.elements
     return found
 
 
-def _flops(fact: ParameterFact, facts: ModelFacts) -> int:
-    """Of a token's products with one parameter of a block."""
-    if fact.tensor == "bias" or len(fact.shape) < 2:
-        return 0
-    if len(fact.shape) == 2:
-        return 6 * fact.elements
-    return 6 * facts.experts_per_token * math.prod(fact.shape[1:])
+def products(facts: ModelFacts) -> list[int]:
+    """The elements that a token is multiplied by in every block, the head's with the last."""
+    found = [0] * facts.blocks
+    for fact in facts.parameters:
+        if fact.block is not None and fact.tensor != "bias" and len(fact.shape) > 1:
+            stack = len(fact.shape) > 2
+            found[fact.block] += facts.experts_per_token * math.prod(fact.shape[1:]) if stack else fact.elements
+    found[-1] += facts.head_weight.elements
+    return found
 
 
-def _attention_width(facts: ModelFacts) -> int:
+def attention_width(facts: ModelFacts) -> int:
     """Heads x their width: what the way out of attention reads, cut by whole groups; hidden where no style says so."""
     for fact in facts.parameters:
         cuts = STYLES[fact.style].cuts if fact.style in STYLES else "none"

@@ -18,7 +18,7 @@ from .errors import PlanError, divisors, listed, nearest
 from .facts import ModelFacts
 from .layout import balanced
 from .mesh import AXES, Mesh
-from .schedule import RUNS, Schedule, in_halves, make, method
+from .schedule import RUNS, method, placement_with_loss, suitable
 from .styles import style
 
 
@@ -48,6 +48,14 @@ class Plan(BaseModel):
     pp: int = Field(1, ge=1, description="Pipeline parallel degree.")
     schedule: str = Field("1f1b", description=f"Pipeline schedule: {listed(RUNS)}.")
     chunks: int = Field(0, ge=0, description="Pipeline stages on each rank; 0: the least that the schedule takes.")
+    schedule_limit: float = Field(
+        1.0,
+        gt=0,
+        description="auto: what a rank may keep for backward, as a multiple of what 1f1b's fullest rank keeps.",
+    )
+    loss_at: Literal["last", "first"] = Field(
+        "last", description="Pipeline rank that computes the loss: the last, or for comparison the first."
+    )
     split_backward: bool = Field(
         False, description="Part every backward in two also where the schedule does not ask for it, to time the halves."
     )
@@ -106,18 +114,19 @@ class Plan(BaseModel):
 
     @property
     def stages(self) -> int:
-        """The pipeline's stages: pp ranks with so many each."""
+        """The pipeline's stages that have blocks: pp ranks with so many each."""
         return self.pp * self.stages_per_rank
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """The place on the pp axis of every stage."""
-        return method(self.schedule).place(self.pp, self.stages_per_rank)
+        """The place on the pp axis of every stage: those with blocks, then the loss's where it is one of its own."""
+        placement = method(self.schedule).place(self.pp, self.stages_per_rank)
+        return placement_with_loss(placement) if self.loss_at == "first" else placement
 
-    def table(self) -> Schedule:
-        """Its schedule: computation only."""
-        found = make(self.schedule, self.pp, self.microbatches, self.chunks)
-        return in_halves(found) if self.split_backward else found
+    @property
+    def loss_stage(self) -> int:
+        """The stage that has the loss: the last with blocks, or one of its own after it."""
+        return len(self.placement) - 1
 
     @property
     def microbatch_rows(self) -> tuple[int, ...]:
@@ -188,10 +197,19 @@ def schedule_is_known(plan: Plan, facts: ModelFacts) -> str | None:
     try:
         if why := method(plan.schedule).no_run:
             return f"The schedule {plan.schedule} is for plait schedule only. It {why}."
-        plan.table()
+        suitable(plan.schedule, plan.pp, plan.microbatches, plan.chunks)
     except PlanError as error:
         return str(error)
     return None
+
+
+def limit_is_for_a_search(plan: Plan, facts: ModelFacts) -> str | None:
+    if plan.schedule_limit == 1 or method(plan.schedule).searched:
+        return None
+    return (
+        f"schedule_limit {plan.schedule_limit:g} is the limit of a search, but {plan.schedule} is not searched for: "
+        "set schedule auto, or schedule_limit 1."
+    )
 
 
 def blocks_fill_stages(plan: Plan, facts: ModelFacts) -> str | None:
@@ -219,6 +237,10 @@ def tensors_divide(plan: Plan, facts: ModelFacts) -> str | None:
     """tp cuts attention by whole groups (one KV head and its query heads), MLPs by columns, the vocabulary by rows."""
     if plan.tp == 1:
         return None
+    if all(parameter.style is None for parameter in facts.parameters):
+        return (
+            f"tp {plan.tp} cuts by a model's tensor plan, and a {facts.family} model has none: set tp 1, and pp or dp."
+        )
     for parameter in facts.parameters:
         if parameter.style is not None:
             style(parameter.style, parameter.module)  # refuses what is not carried out, by name
@@ -266,8 +288,8 @@ def evaluation_is_asked_for(plan: Plan, facts: ModelFacts) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
-    degrees_make_the_ranks, schedule_is_known, batch_divides, blocks_fill_stages, blocks_are_dealt, tensors_divide,
-    sequence_fits, warm_up_ends, own_attention_drops_nothing, evaluation_is_asked_for,
+    degrees_make_the_ranks, schedule_is_known, limit_is_for_a_search, batch_divides, blocks_fill_stages,
+    blocks_are_dealt, tensors_divide, sequence_fits, warm_up_ends, own_attention_drops_nothing, evaluation_is_asked_for,
 )  # fmt: skip
 
 
@@ -292,13 +314,22 @@ def validate(plan: Plan, facts: ModelFacts) -> None:
 
 
 def stage_blocks(plan: Plan, facts: ModelFacts) -> list[tuple[int, int]]:
-    """(first, one after the last) block of every stage, as the plan's balance deals them (balance.py)."""
+    """(first, one after the last) block of every stage that has any, as the plan's balance deals them (balance.py)."""
     if plan.balance == dealing.UNIFORM:
         return [balanced(facts.blocks, plan.stages, stage) for stage in range(plan.stages)]
     sizes = dealing.written(plan.balance)
     if sizes is None:
         sizes = dealing.dealt(dealing.weights(facts, plan.balance, plan.seq), plan.stages)
     return list(pairwise([0, *accumulate(sizes)]))
+
+
+def width_after(plan: Plan, facts: ModelFacts, stage: int) -> int:
+    """What a stage gives to the next, in elements a token on each tp rank: hidden states, or from the last stage that has
+    blocks the logits, which stay cut."""
+    if stage < plan.stages - 1:
+        return facts.widths[stage_blocks(plan, facts)[stage][1] - 1] if facts.widths else facts.hidden
+    cut = plan.tp > 1 and facts.head_weight.cut is not None
+    return facts.vocabulary // plan.tp if cut else facts.vocabulary
 
 
 def stage_of_block(plan: Plan, facts: ModelFacts, block: int) -> int:

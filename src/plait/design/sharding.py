@@ -181,13 +181,17 @@ def _layout(parameter: ParameterFact, piece: Piece, places: tuple[int, ...], tp:
 
 
 def _uses(parameter: ParameterFact, stages: Sequence[int], last: int) -> tuple[tuple[int, str], ...]:
-    """What comes before the blocks is on the first stage, what comes after on the last; so is a tied head. `stages` are
-    those of the blocks."""
+    """What comes before the blocks is on the first stage, what comes after on the last; so is a tied head where its block
+    is not named. `stages` are those of the blocks."""
     if parameter.block is not None:
         stage = stages[parameter.block]
     else:
         stage = last if parameter.after_blocks else 0
-    return ((stage, parameter.module), *((last, module) for module, _ in parameter.tied))
+    further = [stages[block] for block in parameter.tied_blocks] or [last] * len(parameter.tied)
+    return (
+        (stage, parameter.module),
+        *((used, module) for used, (module, _) in zip(further, parameter.tied, strict=True)),
+    )
 
 
 def shard(facts: ModelFacts, plan: Plan) -> Sharding:

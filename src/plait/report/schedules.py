@@ -21,6 +21,7 @@ from rich.text import Text
 from ..design.errors import PlanError
 from ..design.records import Timeline
 from ..design.schedule import METHODS, Kind, Schedule, check, lower, make, peak
+from ..design.schedule.play import unit_seconds
 from ..design.simulate import simulate
 from .words import percent
 
@@ -62,10 +63,13 @@ class Refused:
 
 
 def play(name: str, ranks: int, microbatches: int, chunks: int = 0) -> Played:
-    """What cannot be made is a `PlanError`."""
-    table = lower(make(name, ranks, microbatches, chunks))
+    """What cannot be made is a `PlanError`. The two of a pair begin and end together, and take as long as one after the
+    other: a transfer takes no time here, so there is none to hide."""
+    made = make(name, ranks, microbatches, chunks)
+    table = lower(made)
     check(table)
-    found, share = simulate(table), _share(table)
+    found = simulate(made, together=lambda forward, backward: unit_seconds(forward) + unit_seconds(backward))
+    share = _share(table)
     if share != 1:
         spans = (replace(s, start=float(s.start * share), end=float(s.end * share)) for s in found.spans)
         found = Timeline(found.ranks, tuple(spans))

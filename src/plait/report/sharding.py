@@ -33,7 +33,7 @@ def deal(plan: Plan, facts: ModelFacts) -> str:
     """How a balance that is not uniform deals the blocks, and what that does to the largest stage; else nothing."""
     if plan.balance == UNIFORM or plan.stages == 1:
         return ""
-    what = plan.balance if plan.balance in WORDS else "cost"
+    what = plan.balance if plan.balance in WORDS else "cost" if facts.heads else "parameters"
     counts = weights(facts, what, plan.seq)
 
     def largest(plan: Plan) -> str:

@@ -162,13 +162,15 @@ def sheet() -> str:
     light, dark = (_variables(place) for place in (0, 1))
     fills = "\n".join(f".{kind} {{ fill: var(--{colour}); }} .swatch.{kind}, td.{kind} {{ background: var(--{colour}); }}"
                       for kind, colour in FILLS.items())  # fmt: skip
+    # A shade alone cannot be told from a dark page: in the legend it lies on a colour.
+    shade = ".swatch.shade { background: linear-gradient(var(--shade), var(--shade)), var(--sky); }"
     inks = "td.slice0, td.slice2 { color: #10151b; } td.slice1, td.slice3 { color: #ffffff; }"
     return "\n".join([
         f":root {{ color-scheme: light; {light} }}",
         f"@media (prefers-color-scheme: dark) {{ :root {{ color-scheme: dark; {dark} }} }}",
         f':root[data-theme="light"] {{ color-scheme: light; {light} }}',
         f':root[data-theme="dark"] {{ color-scheme: dark; {dark} }}',
-        SHEET, fills, inks,
+        SHEET, fills, shade, inks,
     ])  # fmt: skip
 
 

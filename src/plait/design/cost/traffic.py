@@ -6,7 +6,7 @@ microbatches, e bytes of an element of compute.
     tp   each block        forward 2 sums, backward 2 sums, of b s h e each, m times
          embedding, head   one sum forward, one backward, of b s h e
          loss              two sums of b s (the maximum), 2 b s (sum of exponentials, target's logit), in fp32
-    pp   each boundary     b s h e forward and as much backward, m times
+    pp   each boundary     b s h e forward and as much backward, m times (b s V / t e before a loss that is elsewhere)
     dp   each stage        its gradients, once a step (what works on heads over tp as well: dp.tp)
     pp   a tied weight     its gradient to the stage that owns it, the new weight back, once a step
     all  the count of target tokens, then the loss with the squared gradient norm
@@ -14,16 +14,17 @@ microbatches, e bytes of an element of compute.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
 from ..facts import ModelFacts
-from ..plan import Plan
+from ..per_token import ELEMENT
+from ..plan import Plan, width_after
 from ..records import WORLD, Traffic
 from ..sharding import Sharding, buckets, shard
 from ..styles import style
 
-ELEMENT = {"fp32": 4, "bf16": 2}
 GRADIENT_ELEMENT = 4
 
 
@@ -81,14 +82,15 @@ def _tensor(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, comput
 def _pipeline(plan: Plan, facts: ModelFacts, rank: int, compute: int) -> Iterator[Traffic]:
     """A message for each boundary of two stages that are not on one rank, and each microbatch."""
     place, placement = plan.mesh.coordinate(rank)["pp"], plan.placement
-    payload = sum(plan.microbatch_rows) * plan.seq * facts.hidden * compute
-    ahead = sum(here == place != there for here, there in pairwise(placement))
-    behind = sum(there == place != here for here, there in pairwise(placement))
-    for count, send, receive in ((ahead, "activation", "gradient"), (behind, "gradient", "activation")):
-        if count:
-            calls = count * plan.microbatches
-            yield Traffic(rank, "pp", send, "send", plan.pp, calls, count * payload)
-            yield Traffic(rank, "pp", receive, "receive", plan.pp, calls, count * payload)
+    tokens = sum(plan.microbatch_rows) * plan.seq
+    ahead = [stage for stage, (here, there) in enumerate(pairwise(placement)) if here == place != there]
+    behind = [stage for stage, (here, there) in enumerate(pairwise(placement)) if there == place != here]
+    for boundaries, send, receive in ((ahead, "activation", "gradient"), (behind, "gradient", "activation")):
+        if boundaries:
+            calls = plan.microbatches * len(boundaries)
+            payload = tokens * sum(width_after(plan, facts, stage) for stage in boundaries) * compute
+            yield Traffic(rank, "pp", send, "send", plan.pp, calls, payload)
+            yield Traffic(rank, "pp", receive, "receive", plan.pp, calls, payload)
 
 
 def _modules(facts: ModelFacts, sharding: Sharding, stage: int) -> Iterator[tuple[str, str]]:
@@ -113,11 +115,14 @@ def _data(plan: Plan, sharding: Sharding, rank: int, compute: int, item: int) ->
         ranks = mesh.degree(*axes)
         if ranks > 1:
             yield Traffic(rank, ".".join(axes), "gradients", "all_reduce", ranks, len(payloads), sum(payloads))
+    tied: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
     for parameter in parameters:
         others = set(parameter.first.places) - {parameter.first.owner}
         if not others:
             continue
         owns = place["pp"] == parameter.first.owner
+        count, elements = len(others) if owns else 1, parameter.elements(mesh, rank)
         for why, receives, size in (("tied gradient", owns, item), ("tied weight", not owns, compute)):
-            operation = "receive" if receives else "send"
-            yield Traffic(rank, "pp", why, operation, plan.pp, 1, parameter.elements(mesh, rank) * size)
+            tied[why, "receive" if receives else "send"].append((count, count * elements * size))
+    for (why, operation), counts in tied.items():
+        yield Traffic(rank, "pp", why, operation, plan.pp, sum(c for c, _ in counts), sum(b for _, b in counts))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import PlanError, listed, nearest
 from . import (
+    auto,
     dualpipe,
     dualpipe_v,
     forward,
@@ -22,7 +23,9 @@ from . import (
 )
 from .action import BACKWARDS, LAST, Action, Kind, Schedule, needs, partner
 from .check import check, live_microbatches, peak
+from .greedy import Times
 from .halves import in_halves
+from .loss_on_first import placement_with_loss, with_loss_on_first
 from .lower import lower
 from .place import Placement, loop, straight, vee
 
@@ -33,7 +36,8 @@ Make = Callable[[int, int, int], Schedule]
 class Method:
     """A way to make a table of computation: make(p ranks, m microbatches, v stages a rank). It takes every p that
     `multiple` divides; `chunks` are the least and the most v that it takes (its default is the least), `microbatches` the
-    least and the most m. `no_run` says why no run takes it, and what to take instead: it is there to be looked at."""
+    least and the most m. `no_run` says why no run takes it, and what to take instead: it is there to be looked at.
+    `searched`: its table depends on what a microbatch costs on each stage, and make() takes the textbook's costs."""
 
     make: Make
     place: Placement = straight
@@ -41,6 +45,7 @@ class Method:
     microbatches: tuple[int, int] = (1, 1 << 16)
     multiple: int = 1
     no_run: str = ""
+    searched: bool = False
 
     def refusal(self, name: str, ranks: int, microbatches: int, chunks: int) -> str | None:
         """Why it cannot be made for these, with the nearest that it can be made for."""
@@ -67,6 +72,26 @@ class Method:
         return None
 
 
+def one_stage_each(ranks: int, microbatches: int) -> tuple[Schedule, ...]:
+    """The tables that `auto` is never slower than, where they fit: of every other method with stage s on rank s."""
+    return tuple(
+        found.make(ranks, microbatches, 1)
+        for name, found in METHODS.items()
+        if not found.searched and found.place is straight and found.refusal(name, ranks, microbatches, 1) is None
+    )
+
+
+def search(ranks: int, microbatches: int, times: Times, limit: float) -> Schedule:
+    """auto's table for p = `ranks` and m = `microbatches`: what one costs on each stage, what a rank may keep."""
+    return auto.search(ranks, microbatches, times, limit, candidates=one_stage_each(ranks, microbatches))
+
+
+def search_in_units(ranks: int, microbatches: int, chunks: int) -> Schedule:
+    """auto's table on the textbook's clock, where the weights' backward keeps as much as a forward, within 1f1b's p."""
+    ones = (1.0,) * ranks
+    return search(ranks, microbatches, Times(ones, ones, ones, activation=ones, deferred=ones), ranks)
+
+
 METHODS: dict[str, Method] = {
     "naive": Method(naive.make, microbatches=(1, 1)),
     "gpipe": Method(gpipe.make),
@@ -87,6 +112,7 @@ METHODS: dict[str, Method] = {
         no_run="keeps two copies of the model, whose gradients no run sums: set schedule dualpipe-v, which has the same "
         "pairs and one copy",
     ),
+    "auto": Method(search_in_units, searched=True),
 }
 """Training schedules by name, and which (p, m, v) each takes: the one place where that is said."""
 
@@ -96,8 +122,9 @@ RUNS = [name for name, found in METHODS.items() if not found.no_run]
 FORWARD_ONLY = forward.make
 
 __all__ = [
-    "BACKWARDS", "FORWARD_ONLY", "LAST", "METHODS", "RUNS", "Action", "Kind", "Method", "Schedule", "check", "in_halves",
-    "live_microbatches", "loop", "lower", "make", "method", "needs", "partner", "peak", "straight", "vee",
+    "BACKWARDS", "FORWARD_ONLY", "LAST", "METHODS", "RUNS", "Action", "Kind", "Method", "Schedule", "Times",
+    "check", "in_halves", "live_microbatches", "loop", "lower", "make", "method", "needs", "one_stage_each", "partner",
+    "peak", "placement_with_loss", "search", "straight", "suitable", "vee", "with_loss_on_first",
 ]  # fmt: skip
 
 
@@ -110,11 +137,16 @@ def method(name: str) -> Method:
 def make(name: str, ranks: int, microbatches: int, chunks: int = 0) -> Schedule:
     """The schedule `name` for p = `ranks`, m = `microbatches` and v = `chunks` stages a rank (0: its default),
     computation only."""
+    found = suitable(name, ranks, microbatches, chunks)
+    return found.make(ranks, microbatches, chunks or found.chunks[0])
+
+
+def suitable(name: str, ranks: int, microbatches: int, chunks: int = 0) -> Method:
+    """The method `name`; a `PlanError` where it makes no table for these."""
     found = method(name)
     if ranks < 1 or microbatches < 1:
         raise PlanError(f"A schedule needs at least 1 stage and 1 microbatch, not {ranks} and {microbatches}.")
-    chunks = chunks or found.chunks[0]
-    refusal = found.refusal(name, ranks, microbatches, chunks)
+    refusal = found.refusal(name, ranks, microbatches, chunks or found.chunks[0])
     if refusal:
         raise PlanError(refusal)
-    return found.make(ranks, microbatches, chunks)
+    return found

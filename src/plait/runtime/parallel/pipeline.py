@@ -71,17 +71,17 @@ Key = tuple[int, int]
 
 
 class Pipeline:
-    """One rank's part in a schedule; `stages` are those of this rank, by number. `hidden` is the size of what passes
-    between stages: [b, s, hidden] of `dtype`."""
+    """One rank's part in a schedule; `stages` are those of this rank, by number. What stage n gives to the next is
+    [b, s, width(n)] of `dtype`."""
 
     def __init__(
-        self, schedule: Schedule, stages: Mapping[int, Stage], group: Group, *, hidden: int, dtype: torch.dtype,
-        device: torch.device, clock: Clock, sink: GradSink,
+        self, schedule: Schedule, stages: Mapping[int, Stage], group: Group, *, width: Callable[[int], int],
+        dtype: torch.dtype, device: torch.device, clock: Clock, sink: GradSink,
     ) -> None:  # fmt: skip
         self.schedule = schedule
         self._row = schedule.rows[group.index]
         self._stages, self._group, self.clock, self._sink = stages, group, clock, sink
-        self._hidden, self._dtype, self._device = hidden, dtype, device
+        self._width, self._dtype, self._device = width, dtype, device
         self._trains = any(action.kind in BACKWARDS for action in self._row)
         # The last of its kind of every stage: when the gradients that it gives are whole.
         self._final = {(a.stage, False): a.microbatch for a in self._row if a.kind in BACKWARDS}
@@ -181,7 +181,7 @@ class Pipeline:
     def _receive(self, stage: int, boundary: int, source: int | None, m: int, why: str) -> Tensor:
         assert source is not None
         batch = self._microbatches[m]
-        space = torch.empty((*batch.tokens.shape, self._hidden), dtype=self._dtype, device=self._device)
+        space = torch.empty((*batch.tokens.shape, self._width(boundary)), dtype=self._dtype, device=self._device)
         rank, tag = self.schedule.rank_of(source), self._tag(why, boundary, m)
         self._arriving[why, stage, m] = collectives.receive(space, rank, self._group, why=why, tag=tag)
         return space

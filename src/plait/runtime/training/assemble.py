@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from ...design.errors import PlanError
-from ...design.plan import Plan, validate
+from ...design.plan import Plan, stage_blocks, validate, width_after
 from ...design.schedule import FORWARD_ONLY, Schedule, check, lower
 from ...design.sharding import Parameter, Sharding, buckets, shard
 from ...design.styles import style
+from ...design.table import table
+from .. import sequential
 from ..comm.world import Group, World
 from ..hf.read import Model, read
 from ..hf.stage_model import StageModel, transposed
@@ -22,62 +25,72 @@ from ..parallel.pipeline import Pipeline
 from ..parallel.split_backward import WeightGradients
 from ..parallel.stage import Stage
 from ..parallel.tied import TiedWeights
+from ..sequential import SequentialModel, SequentialStage
 from .optimizer import Optimizer
-from .step import Run
+from .step import Body, Run, Trained
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = False, steps: int | None = None) -> Run:
-    """The run of `plan` on this rank of `world`. `wide` computes and accumulates in fp64 whatever the plan says; `steps`
-    is the run's length when the data decides it (the plan counts epochs)."""
+def build(
+    plan: Plan, world: World, *, model: Model | nn.Sequential | None = None, wide: bool = False, steps: int | None = None
+) -> Run:  # fmt: skip
+    """The run of `plan` on this rank of `world`. `model` stands in the place of the plan's: a plain nn.Sequential is its
+    own model and starts from its own weights, the same on every rank. `wide` computes and accumulates in fp64 whatever
+    the plan says; `steps` is the run's length when the data decides it (the plan counts epochs)."""
     # What the model is made of, and whether the plan fits it: refused here, before anything is built.
-    model = model or read(plan.model)
-    validate(plan, model.facts)
+    trained = model_of(plan, model, wide=wide)
     if plan.epochs and steps is None:
         raise PlanError(f"The plan counts epochs ({plan.epochs}): pass build(..., steps=batches.steps_total) as well.")
     dtype = torch.float64 if wide else COMPUTE[plan.compute]
     accumulate = torch.float64 if wide else torch.float32
 
     # Who holds what, and who does what when; the table is proven before it is used.
-    sharding = shard(model.facts, plan)
+    sharding = shard(trained.facts, plan)
     place = world.coordinate["pp"]
     numbers = sharding.stages_at(place)
     held = sharding.at(place)
-    table = plan.table()
-    schedule = lower(table, reduce=True)
+    computed = table(plan, trained.facts)
+    schedule = lower(computed, reduce=True)
     check(schedule)
 
     # The modules of each stage here, without memory; then tp replaces forwards, and split backward what linear layers do
     # for their weights; then each module gets its slices. A weight that two stages of this rank use is one.
     tp = world.group("tp")
     shared = tensor.SharedInput(tp)
-    bodies: dict[int, StageModel] = {}
+    bodies: dict[int, Body] = {}
     owed: dict[int, WeightGradients] = {}
     parts: Counter[str] = Counter()
     kept: dict[str, nn.Parameter] = {}
-    for number in numbers:
-        body = StageModel(model, sharding, world.rank, number, dtype, seed=plan.seed, attention=plan.attention)
-        if table.splits:
+    for number in (number for number in numbers if number < plan.stages):
+        body = _body(plan, trained, sharding, world, number, dtype)
+        if computed.splits:
             owed[number] = WeightGradients()
-        later = _replace_forwards(model, body, sharding, world, tp, shared, number, owed.get(number))
+        later = _replace_forwards(trained, body, sharding, world, tp, shared, number, owed.get(number))
         parts += _parts(sharding, number, later)
-        body.materialise(sharding, world.rank, plan.seed, world.device, kept)
+        if isinstance(body, StageModel):
+            body.materialise(sharding, world.rank, plan.seed, world.device, kept)
+        else:
+            body.materialise(world.device, kept)
         bodies[number] = body
     parameters = {name: parameter for body in bodies.values() for name, parameter in body.parameters().items()}
 
-    # plait owns the loss: it reads the head's cut logits.
-    head = sharding.parameter(model.facts.head_weight.name)
-    start = _first_row(head, world)
-    over = tp if head.first.compute.cut_axes else world.alone
+    # plait owns the loss: it reads the head's cut logits, also where they are sent to a stage that has nothing else.
+    start, over = 0, world.alone
+    if plan.tp > 1:
+        head = sharding.parameter(trained.facts.head_weight.name)
+        start, over = _first_row(head, world), tp if head.first.compute.cut_axes else world.alone
 
     def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
         return loss.cross_entropy(logits, targets, over, start=start)
 
     stages = {
-        number: Stage(body.forward, summed_loss if number == plan.stages - 1 else None, owed.get(number))
-        for number, body in bodies.items()
-    }
+        number: Stage(
+            bodies[number].forward if number in bodies else loss.only, summed_loss if number == plan.loss_stage else None,
+            owed.get(number),
+        )
+        for number in numbers
+    }  # fmt: skip
 
     # Gradients live in buckets, which are reduced while backward goes on.
     item = torch.empty((), dtype=accumulate).element_size()
@@ -89,23 +102,39 @@ def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = 
         gradients.adopt({parameters[name]: gradient for name, gradient in sink.gradients.items()}, sink.ready)
 
     # A tied weight has one owner; the optimizer updates what this rank owns; the pipeline carries out the table.
-    tied = TiedWeights(held, world.group("pp"), sink.gradients, parameters)
+    tied = TiedWeights(sharding.parameters, world.group("pp"), sink.gradients, parameters)
     owned = tuple(one for one in held if one.first.owner == place)
     optimizer = Optimizer(plan, owned, parameters, sink.gradients)
     clock = Clock(world.device)
 
     def pipeline(table: Schedule, clock: Clock) -> Pipeline:
         return Pipeline(
-            table, stages, world.group("pp"), hidden=model.facts.hidden, dtype=dtype, device=world.device,
-            clock=clock, sink=sink,
+            table, stages, world.group("pp"), width=partial(width_after, plan, trained.facts), dtype=dtype,
+            device=world.device, clock=clock, sink=sink,
         )  # fmt: skip
 
     return Run(
-        plan=plan, world=world, model=model, sharding=sharding, sink=sink, optimizer=optimizer, tied=tied, clock=clock,
+        plan=plan, world=world, model=trained, sharding=sharding, sink=sink, optimizer=optimizer, tied=tied, clock=clock,
         bodies=bodies, parameters=parameters, stages=stages, pipeline=pipeline(schedule, clock),
         forward=pipeline(_forwards(plan, 1), Clock(world.device)),
         evaluation=pipeline(_forwards(plan, plan.microbatches), Clock(world.device)), forget=shared, steps=steps,
     )  # fmt: skip
+
+
+def model_of(plan: Plan, model: Model | nn.Sequential | None, *, wide: bool = False) -> Trained:
+    """The model that is trained, which the plan fits: the one given, or the plan's."""
+    if isinstance(model, nn.Sequential):
+        return sequential.read(model, plan, torch.float64 if wide else COMPUTE[plan.compute])
+    model = model or read(plan.model)
+    validate(plan, model.facts)
+    return model
+
+
+def _body(plan: Plan, model: Trained, sharding: Sharding, world: World, stage: int, dtype: torch.dtype) -> Body:
+    """The modules of a stage, without memory."""
+    if isinstance(model, SequentialModel):
+        return SequentialStage(model, *stage_blocks(plan, model.facts)[stage], dtype)
+    return StageModel(model, sharding, world.rank, stage, dtype, seed=plan.seed, attention=plan.attention)
 
 
 def _forwards(plan: Plan, microbatches: int) -> Schedule:
@@ -116,7 +145,7 @@ def _forwards(plan: Plan, microbatches: int) -> Schedule:
 
 
 def _replace_forwards(
-    model: Model, body: StageModel, sharding: Sharding, world: World, group: Group, shared: tensor.SharedInput,
+    model: Trained, body: Body, sharding: Sharding, world: World, group: Group, shared: tensor.SharedInput,
     stage: int, owed: WeightGradients | None,
 ) -> set[str]:  # fmt: skip
     """Splits the layers of a stage over tp, and puts off the weight gradients of linear layers where backward is split:
@@ -154,5 +183,6 @@ def _parts(sharding: Sharding, stage: int, later: set[str]) -> Counter[str]:
 
 
 def _first_row(parameter: Parameter, world: World) -> int:
-    spans = parameter.spans(world.mesh, world.rank)
-    return spans[0][0] if spans else 0
+    """Where the rows of this tp rank begin: the same at every place of the pp axis."""
+    holder = world.mesh.rank(**{**world.coordinate, "pp": parameter.first.owner})
+    return parameter.spans(world.mesh, holder)[0][0]

@@ -27,8 +27,12 @@ from ..parallel.pipeline import Pipeline
 from ..parallel.stage import Stage
 from ..parallel.tensor import SharedInput
 from ..parallel.tied import TiedWeights
+from ..sequential import SequentialModel, SequentialStage
 from .gradients import clip, loss_and_norm, part_of, squared_norm
 from .optimizer import Optimizer, learning_rate
+
+Trained = Model | SequentialModel
+Body = StageModel | SequentialStage
 
 Moment = Literal["reduced", "clipped"]
 """Gradients summed over the ranks and not yet clipped; clipped and not yet used."""
@@ -65,8 +69,8 @@ class Run:
     """A laid-out model in training on this rank. Made by `build`."""
 
     def __init__(
-        self, *, plan: Plan, world: World, model: Model, sharding: Sharding, sink: Buckets, optimizer: Optimizer,
-        tied: TiedWeights, clock: Clock, bodies: Mapping[int, StageModel], parameters: Mapping[str, nn.Parameter],
+        self, *, plan: Plan, world: World, model: Trained, sharding: Sharding, sink: Buckets, optimizer: Optimizer,
+        tied: TiedWeights, clock: Clock, bodies: Mapping[int, Body], parameters: Mapping[str, nn.Parameter],
         stages: Mapping[int, Stage], pipeline: Pipeline, forward: Pipeline, evaluation: Pipeline, forget: SharedInput,
         steps: int | None = None,
     ) -> None:  # fmt: skip
@@ -89,7 +93,7 @@ class Run:
         place = world.coordinate
         self._first_of_replica = place["pp"] == place["tp"] == 0
         self.has_loss = place["pp"] == sharding.placement[-1]
-        """Whether the last stage is on this rank."""
+        """Whether the last stage, which has the loss, is on this rank."""
         self.owns_loss = self.has_loss and place["tp"] == 0
         """Whether its loss counts: once a replica."""
         self._counted = [

@@ -1,0 +1,58 @@
+"""The table of a plan: who computes which microbatch when."""
+
+from __future__ import annotations
+
+from .errors import PlanError
+from .facts import ModelFacts
+from .per_token import deferred, kept, operations
+from .plan import Plan
+from .schedule import Schedule, Times, in_halves, make, method, peak, search, with_loss_on_first
+from .sharding import shard
+
+
+def table(plan: Plan, facts: ModelFacts) -> Schedule:
+    """Computation only. Pure: every rank makes the same one."""
+    if method(plan.schedule).searched:
+        found = searched(plan, facts)
+    else:
+        found = make(plan.schedule, plan.pp, plan.microbatches, plan.chunks)
+    found = in_halves(found) if plan.split_backward else found
+    return with_loss_on_first(found) if plan.loss_at == "first" else found
+
+
+def searched(plan: Plan, facts: ModelFacts) -> Schedule:
+    """The shortest that is found where no rank keeps more than the plan's limit."""
+    if not facts.heads:
+        raise PlanError(
+            f"schedule {plan.schedule} is searched for with what a transformer's blocks compute, not a plain list's: use "
+            "zb-h1 or 1f1b."
+        )
+    times = estimate(plan, facts)
+    plain = make("1f1b", plan.pp, plan.microbatches)
+    most = max(
+        peak(plain, rank, forward=lambda stage, _: times.activation[stage], deferred=lambda stage, _: 0)
+        for rank in range(plan.pp)
+    )
+    least = max(times.activation)
+    if plan.schedule_limit * most < least:
+        enough = -int(-1000 * least // most) / 1000  # upwards
+        raise PlanError(
+            f"schedule_limit {plan.schedule_limit:g} of the {most / 1e6:,.3f} MB that 1f1b's fullest rank keeps is less "
+            f"than the {least / 1e6:,.3f} MB of one microbatch: set schedule_limit {enough:g} or more."
+        )
+    return search(plan.pp, plan.microbatches, times, plan.schedule_limit * most)
+
+
+def estimate(plan: Plan, facts: ModelFacts) -> Times:
+    """What the largest microbatch costs on each stage, in operations and bytes. What is sent takes no time here: how much
+    it takes is the machine's, and a plan knows none."""
+    sharding, stages = shard(facts, plan), range(plan.stages)
+    tokens = plan.microbatch_rows[0] * plan.seq
+    forward, backward, weight = zip(*(operations(plan, facts, stage) for stage in stages), strict=True)
+    return Times(
+        tuple(tokens * count for count in forward),
+        tuple(tokens * count for count in backward),
+        tuple(tokens * count for count in weight),
+        tuple(tokens * kept(plan, facts, sharding, stage) for stage in stages),
+        tuple(tokens * deferred(plan, facts, sharding, stage) for stage in stages),
+    )
