@@ -324,7 +324,7 @@ def test_a_plan_is_settled_on_the_shortest_that_fits(limit: float, blocks: int) 
     assert found.placement == chosen.placement or found.stages == 4
     assert fits(found, times, most)
     for name in RUNS:
-        other = planned(pp=4, microbatches=8, schedule=name)
+        other = plan.model_copy(update={"schedule": name, "schedule_limit": 1.0})
         if name in ("auto", "naive") or other.stages > blocks:
             continue
         made, costs = table_of(other, facts), estimate(other, facts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -52,7 +53,8 @@ def build(
     numbers = sharding.stages_at(place)
     held = sharding.at(place)
     computed = table(plan, trained.facts)
-    schedule = lower(computed, reduce=True)
+    # The two of a pair run one after the other here, so that what the first gives is sent before the second begins.
+    schedule = lower(replace(computed, pairs=()), reduce=True)
     check(schedule)
 
     # The modules of each stage here, without memory; then tp replaces forwards, and split backward what linear layers do
