@@ -159,6 +159,7 @@ KEPT = [
     *({"schedule": name, "pp": 2, "tp": 2, "microbatches": 4, "compute": "bf16"} for name in SPLIT),
     {"schedule": "interleaved", "pp": 2, "chunks": 4, "microbatches": 4, "split_backward": True},
     {"schedule": "1f1b", "pp": 1, "microbatches": 4, "split_backward": True},
+    {"schedule": "zb-h1", "pp": 2, "tp": 2, "microbatches": 3, "loss_at": "first"},
 ]
 
 
