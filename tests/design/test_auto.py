@@ -18,7 +18,7 @@ from plait.design.errors import PlanError
 from plait.design.per_token import operations
 from plait.design.plan import Plan, validate
 from plait.design.schedule import (
-    METHODS,
+    RUNS,
     Action,
     Kind,
     Schedule,
@@ -32,7 +32,7 @@ from plait.design.schedule import (
 )
 from plait.design.schedule.auto import fits, least_seconds, seconds
 from plait.design.schedule.auto import search as search_alone
-from plait.design.table import estimate
+from plait.design.table import estimate, memory_limit, settled
 from plait.design.table import table as table_of
 from tests.design.facts import llama
 
@@ -286,11 +286,47 @@ def test_a_limit_without_a_search_is_refused() -> None:
         planned(pp=4, microbatches=8, schedule="1f1b", schedule_limit=2.0)
 
 
-def test_auto_is_a_method_on_the_textbooks_clock() -> None:
-    assert "auto" in METHODS
-    ones = even(4, forward=1, input=1, weight=1, deferred=1)
-    table = make("auto", 4, 8)
+def units(p: int, v: int) -> Times:
+    share = (1 / v,) * (p * v)
+    return Times(share, share, share, activation=share, deferred=share)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 3), (3, 7), (4, 4), (4, 8), (8, 4)])
+def test_no_schedule_is_shorter_on_the_textbooks_clock(p: int, m: int) -> None:
+    """Within 1f1b's p microbatches: not one that a run takes, with one stage a rank or several."""
+    table = make("auto", p, m)
     assert table.name == "auto"
-    assert fits(table, ones, 4)
-    assert seconds(table, ones) == 3 + 3 * 8, "the last stage is never idle once it has begun"
+    check(table)
+    assert fits(table, units(p, table.chunks), p)
+    others = [(name, 0) for name in RUNS if name not in ("auto", "naive")] + [("interleaved", 3), ("interleaved", 4)]
+    for name, v in others:
+        other = make(name, p, m, v)
+        times = units(p, other.chunks)
+        if fits(other, times, p):
+            assert seconds(table, units(p, table.chunks)) <= seconds(other, times) * (1 + 1e-9), name
+
+
+def test_one_rank_needs_no_search() -> None:
     assert make("auto", 1, 3).rows == make("1f1b", 1, 3).rows
+
+
+@pytest.mark.parametrize(("limit", "blocks"), [(0.6, 16), (1.0, 16), (1.0, 4), (2.0, 16)])
+def test_a_plan_is_settled_on_the_shortest_that_fits(limit: float, blocks: int) -> None:
+    """With the estimates for a model: whatever schedule a run could take instead, it is no shorter, or does not fit."""
+    facts = llama(blocks=blocks)
+    plan = planned(pp=4, microbatches=8, schedule="auto", schedule_limit=limit)
+    chosen = settled(plan, facts)
+    assert settled(chosen, facts) == chosen
+    assert settled(plan, facts) == chosen
+    most = memory_limit(plan, facts)
+    found, times = table_of(chosen, facts), estimate(chosen, facts)
+    check(found)
+    assert found.placement == chosen.placement or found.stages == 4
+    assert fits(found, times, most)
+    for name in RUNS:
+        other = planned(pp=4, microbatches=8, schedule=name)
+        if name in ("auto", "naive") or other.stages > blocks:
+            continue
+        made, costs = table_of(other, facts), estimate(other, facts)
+        if fits(made, costs, most):
+            assert seconds(found, times) <= seconds(made, costs) * (1 + 1e-9), name

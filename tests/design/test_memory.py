@@ -10,6 +10,7 @@ from plait.design.cost.memory import WIDE, arriving, deferred, kept, memory
 from plait.design.plan import Plan
 from plait.design.schedule import BACKWARDS, Action, Kind
 from plait.design.sharding import shard
+from plait.design.table import table as table_of
 from tests.design.facts import llama
 
 HIDDEN, KEYS, INNER, VOCABULARY = 16, 8, 24, 64
@@ -45,7 +46,7 @@ def test_the_fullest_moment(plan: Plan) -> None:
     and W; while one is in its backward, also the gradient that it came with."""
     facts = llama(blocks=4)
     sharding = shard(facts, plan)
-    tokens = 2 * plan.seq
+    table, tokens = table_of(plan, facts), 2 * plan.seq
 
     def held(done: set[Action]) -> int:
         found = 0
@@ -59,11 +60,9 @@ def test_the_fullest_moment(plan: Plan) -> None:
                 found += deferred(plan, facts, sharding, action.stage) * tokens * (late not in done)
         return found
 
-    for bill, row in zip(memory(plan, facts), plan.table().rows, strict=True):
+    for bill, row in zip(memory(plan, facts), table.rows, strict=True):
         most = 0
         for now, action in enumerate(row):
-            came = (
-                arriving(plan, facts, action.stage) * tokens if action.kind in BACKWARDS and plan.table().splits else 0
-            )
+            came = arriving(plan, facts, action.stage) * tokens if action.kind in BACKWARDS and table.splits else 0
             most = max(most, held(set(row[:now])) + came, held(set(row[: now + 1])))
         assert bill.activations == most > 0

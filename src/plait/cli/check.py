@@ -57,6 +57,7 @@ def _run(plan: Plan, origin: dict[str, str], *, full: bool, plant: Callable[[], 
     from ..check.batches import awkward_batches
     from ..check.proof import prove
     from ..design.plan import validate
+    from ..design.table import settled
     from ..runtime.comm.nursery import refuse_too_many
     from ..runtime.comm.world import Rendezvous
     from ..runtime.hf.read import read
@@ -71,6 +72,7 @@ def _run(plan: Plan, origin: dict[str, str], *, full: bool, plant: Callable[[], 
     if not full:
         model, plan = small.model, small.plan
         validate(plan, model.facts)
+    plan = settled(plan, model.facts)
     way = (
         "leave --full out, which checks a small twin"
         if full and small.shrunk

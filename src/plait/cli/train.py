@@ -13,6 +13,7 @@ import typer
 
 from ..design.errors import PlanError
 from ..design.plan import Plan, validate
+from ..design.table import settled
 from .flags import Values, named, resolve, takes_plan
 from .limits import refuse_check, refuse_memory
 
@@ -47,6 +48,7 @@ def train(
         here = here.of(plan)
     model = read(plan.model)
     validate(plan, model.facts)
+    plan = settled(plan, model.facts)
     if here is None:
         refuse_too_many(plan.world)
         refuse_memory(plan, model.facts)

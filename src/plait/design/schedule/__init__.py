@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ..errors import PlanError, listed, nearest
 from . import (
@@ -23,12 +24,14 @@ from . import (
 )
 from .action import BACKWARDS, LAST, Action, Kind, Schedule, needs, partner
 from .check import check, live_microbatches, peak
-from .greedy import Times
+from .greedy import TINY, Times
 from .halves import in_halves
 from .loss_on_first import placement_with_loss, with_loss_on_first
 from .lower import lower
 from .place import Placement, loop, straight, vee
 
+MOST_CHUNKS = 4
+"""More stages on a rank are not tried by `auto`."""
 Make = Callable[[int, int, int], Schedule]
 
 
@@ -81,15 +84,42 @@ def one_stage_each(ranks: int, microbatches: int) -> tuple[Schedule, ...]:
     )
 
 
+@lru_cache(maxsize=8)
 def search(ranks: int, microbatches: int, times: Times, limit: float) -> Schedule:
     """auto's table for p = `ranks` and m = `microbatches`: what one costs on each stage, what a rank may keep."""
     return auto.search(ranks, microbatches, times, limit, candidates=one_stage_each(ranks, microbatches))
 
 
+def several_stages_each(ranks: int, microbatches: int) -> Iterator[tuple[str, int]]:
+    """The methods that put several stages on a rank, and how many: what `auto` is never slower than either."""
+    for name, found in METHODS.items():
+        if found.no_run or found.place is straight or ranks == 1:
+            continue
+        for chunks in range(found.chunks[0], min(found.chunks[1], MOST_CHUNKS) + 1):
+            if found.refusal(name, ranks, microbatches, chunks) is None:
+                yield name, chunks
+
+
+def shorter(best: Schedule, times: Times, other: Schedule, others: Times, limit: float) -> bool:
+    """Whether `other` takes less time than `best`, each with the times of its own stages, and fits the limit."""
+    return auto.fits(other, others, limit) and auto.seconds(other, others) < auto.seconds(best, times) * (1 - TINY)
+
+
 def search_in_units(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """auto's table on the textbook's clock, where the weights' backward keeps as much as a forward, within 1f1b's p."""
-    ones = (1.0,) * ranks
-    return search(ranks, microbatches, Times(ones, ones, ones, activation=ones, deferred=ones), ranks)
+    times = _units(ranks, 1)
+    best = search(ranks, microbatches, times, ranks)
+    for name, each in several_stages_each(ranks, microbatches):
+        other, others = make(name, ranks, microbatches, each), _units(ranks, each)
+        if shorter(best, times, other, others, ranks):
+            best, times = replace(other, name="auto", pairs=()), others
+    return best
+
+
+def _units(ranks: int, chunks: int) -> Times:
+    """A microbatch takes 1 of each on a rank, and keeps 1 there."""
+    share = (1 / chunks,) * (ranks * chunks)
+    return Times(share, share, share, activation=share, deferred=share)
 
 
 METHODS: dict[str, Method] = {
@@ -124,7 +154,8 @@ FORWARD_ONLY = forward.make
 __all__ = [
     "BACKWARDS", "FORWARD_ONLY", "LAST", "METHODS", "RUNS", "Action", "Kind", "Method", "Schedule", "Times",
     "check", "in_halves", "live_microbatches", "loop", "lower", "make", "method", "needs", "one_stage_each", "partner",
-    "peak", "placement_with_loss", "search", "straight", "suitable", "vee", "with_loss_on_first",
+    "peak", "placement_with_loss", "search", "several_stages_each", "shorter", "straight", "suitable", "vee",
+    "with_loss_on_first",
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from ...design.plan import Plan, stage_blocks, validate, width_after
 from ...design.schedule import FORWARD_ONLY, Schedule, check, lower
 from ...design.sharding import Parameter, Sharding, buckets, shard
 from ...design.styles import style
-from ...design.table import table
+from ...design.table import settled, table
 from .. import sequential
 from ..comm.world import Group, World
 from ..hf.read import Model, read
@@ -40,6 +40,7 @@ def build(
     the plan says; `steps` is the run's length when the data decides it (the plan counts epochs)."""
     # What the model is made of, and whether the plan fits it: refused here, before anything is built.
     trained = model_of(plan, model, wide=wide)
+    plan = settled(plan, trained.facts)
     if plan.epochs and steps is None:
         raise PlanError(f"The plan counts epochs ({plan.epochs}): pass build(..., steps=batches.steps_total) as well.")
     dtype = torch.float64 if wide else COMPUTE[plan.compute]
