@@ -12,7 +12,7 @@ from plait.design.cost.traffic import traffic
 from plait.design.plan import Plan
 from plait.design.records import MemoryBill
 from plait.design.schedule import RUNS, live_microbatches
-from plait.design.table import table
+from plait.design.table import settled, table
 from plait.runtime.batch import Batch
 from plait.runtime.comm.world import World
 from plait.runtime.hf.read import read
@@ -149,8 +149,8 @@ def alive(changes: dict[str, Any]) -> list[int]:
 def test_live_microbatches_are_those_of_the_table(nursery: Nursery, tiny: Models, schedule: str, pp: int) -> None:
     m = 6 if runs(schedule=schedule, pp=pp, microbatches=6) else 1
     changes = {"model": tiny(num_hidden_layers=8), "schedule": schedule, "pp": pp, "microbatches": m, "batch": m}
-    plan = Plan(**changes)
-    made = table(plan, read(plan.model).facts)
+    facts = read(changes["model"]).facts
+    made = table(settled(Plan(**changes), facts), facts)
     assert nursery(alive, changes) == [live_microbatches(made, rank) for rank in range(pp)]
 
 
@@ -159,6 +159,7 @@ KEPT = [
     *({"schedule": name, "pp": 2, "tp": 2, "microbatches": 4, "compute": "bf16"} for name in SPLIT),
     {"schedule": "interleaved", "pp": 2, "chunks": 4, "microbatches": 4, "split_backward": True},
     {"schedule": "1f1b", "pp": 1, "microbatches": 4, "split_backward": True},
+    {"schedule": "zb-h1", "pp": 2, "tp": 2, "microbatches": 3, "loss_at": "first"},
 ]
 
 
@@ -166,9 +167,10 @@ KEPT = [
 def test_what_is_kept_for_backward_is_as_predicted(nursery: Nursery, tiny: Models, layout: dict[str, Any]) -> None:
     """To the byte, what the two halves of a backward keep between them included."""
     model = tiny(num_hidden_layers=8)
-    plan = Plan(**{"model": model, "batch": 8, "seq": 16, "steps": 2, **layout})
+    facts = read(model).facts
+    plan = settled(Plan(**{"model": model, "batch": 8, "seq": 16, "steps": 2, **layout}), facts)
     measured = [MemoryBill(*row) for row in nursery(bills, model, layout)[0]]
-    expected = memory(plan, read(model).facts)
+    expected = memory(plan, facts)
     assert [bill.activations for bill in measured] == [bill.activations for bill in expected]
     assert [bill.held for bill in measured] == [bill.held for bill in expected]
 
@@ -178,8 +180,8 @@ def test_what_is_kept_for_backward_is_as_predicted(nursery: Nursery, tiny: Model
 def test_bytes_are_as_predicted(nursery: Nursery, schedule: str, model: str) -> None:
     m = 4 if runs(schedule=schedule, pp=2, microbatches=4) else 1
     changes = {"schedule": schedule, "pp": 2, "dp": 2, "microbatches": m}
-    plan = Plan(**{"model": model, "batch": 8, "seq": 16, **changes})
     facts = read(model).facts
+    plan = settled(Plan(**{"model": model, "batch": 8, "seq": 16, **changes}), facts)
     expected = sorted(
         (r.rank, r.axis, r.why, r.operation, r.ranks, r.calls, r.payload) for r in traffic(plan, facts) if r.payload
     )
@@ -191,4 +193,4 @@ def test_bytes_are_as_predicted(nursery: Nursery, schedule: str, model: str) -> 
     assert sum(row[5] for row in sent) == plan.dp * boundaries * m
     assert sum(row[6] for row in sent) == plan.dp * boundaries * 8 // plan.dp * 16 * facts.hidden * 4
     exchanged = {row[2] for row in rows} & {"tied gradient", "tied weight"}
-    assert bool(exchanged) == (model == "qwen3-tiny" and not both_ends(schedule))
+    assert bool(exchanged) == (model == "qwen3-tiny" and plan.placement[0] != plan.placement[-1])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..design.plan import Plan
+from ..design.table import settled
 from ..runtime.batch import Batch
 from ..runtime.comm.nursery import launch
 from ..runtime.comm.world import World
@@ -29,6 +30,7 @@ def prove(
     fp32). `batches` draws the global batches; it is called in each process, because what forks must not have computed.
     `plant` is called in every rank before anything is built, and in no other process: a fault goes in there, and the
     checker is not told."""
+    plan = settled(plan, model.facts)
     # In bf16 rounding decides which expert a token goes to, and no bound holds for what follows.
     as_shipped = "fp32" if model.facts.experts_per_token else plan.compute
     passes = ["wide", as_shipped] if shipped else ["wide"]

@@ -89,10 +89,11 @@ def deferred(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int) -> i
 
 def arriving(plan: Plan, facts: ModelFacts, stage: int) -> int:
     """Bytes a token of the gradient of what `stage` gave: where backward is split, its last linear layer keeps it. The
-    loss makes its own in the place of its exponentials."""
-    if stage == plan.stages - 1:
+    stage with the loss gets none: it makes that of the logits in the place of its exponentials."""
+    if stage == plan.loss_stage:
         return 0
-    return facts.hidden * ELEMENT[plan.compute]
+    width = facts.vocabulary // plan.tp if stage == plan.stages - 1 else facts.hidden
+    return width * ELEMENT[plan.compute]
 
 
 def _matrices(weights: list[ParameterFact]) -> int:
