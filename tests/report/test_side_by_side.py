@@ -70,7 +70,7 @@ def test_every_schedule_has_a_line_and_what_cannot_be_made_says_why() -> None:
         assert sum(line.split()[:1] == [name] for line in shown.splitlines()) == 1
     assert max(map(len, shown.partition("F: ")[0].splitlines())) <= 80
     words = " ".join(shown.split())
-    assert "naive The schedule naive takes 1 microbatches, but microbatches is 8. Set microbatches 1" in words
+    assert "naive The schedule naive takes 1 microbatch, but microbatches is 8. Set microbatches 1" in words
     assert "1f1b 1 27.3% 33 F 4 1.00 16" in words
     objects = [json.loads(line) for line in schedules.lines(compared, 4, 8).splitlines()]
     assert [one["schedule"] for one in objects] == names

@@ -61,18 +61,29 @@ class Method:
             )
         few, many = self.microbatches
         if not few <= microbatches <= many:
-            legal = f"{few}" if few == many else f"{few} or more" if microbatches < few else f"{many} or fewer"
             near = min(max(microbatches, few), many)
             return (
-                f"The schedule {name} takes {legal} microbatches, but microbatches is {microbatches}. Set microbatches "
+                f"The schedule {name} takes {_counted('microbatch', few, many, microbatches)}, but microbatches is {microbatches}. Set microbatches "
                 f"{near}, or use gpipe or 1f1b."
             )
         few, many = self.chunks
         if not few <= chunks <= many:
-            legal = f"{few}" if few == many else f"{few} or more" if chunks < few else f"{many} or fewer"
             near = min(max(chunks, few), many)
-            return f"The schedule {name} puts {legal} stages on a rank, but chunks is {chunks}. Set chunks {near}."
+            legal = _counted("stage", few, many, chunks)
+            return f"The schedule {name} puts {legal} on a rank, but chunks is {chunks}. Set chunks {near}."
         return None
+
+
+def _counted(noun: str, few: int, many: int, asked: int) -> str:
+    """'1 microbatch', '2 or more stages': how many are taken, said to someone who asked for another number."""
+    if few == many == 1:
+        return f"1 {noun}"
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return (
+        f"{few}{'' if few == many else ' or more'} {plural}"
+        if asked < few or few == many
+        else f"{many} or fewer {plural}"
+    )
 
 
 def one_stage_each(ranks: int, microbatches: int) -> tuple[Schedule, ...]:
