@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -33,6 +34,14 @@ SPLIT = [name for name in RUNS if splits(name)]
 BOTH_ENDS = [name for name in RUNS if both_ends(name)]
 OTHERS = sorted({*SPLIT, *BOTH_ENDS, "interleaved"})
 """With backwards in two halves, or several stages on a rank."""
+
+
+def kinds(names: Sequence[str]) -> list[Any]:
+    """One of each kind, and the rest."""
+    return [name if name in ("1f1b", *KINDS) else pytest.param(name, marks=pytest.mark.rest) for name in names]
+
+
+KINDS = ("interleaved", "zb-h1", "zb-v", "dualpipe-v", "auto")
 
 
 def proven(nursery: Nursery, **changes: Any) -> None:
@@ -72,14 +81,14 @@ def test_more_stages_on_a_rank(nursery: Nursery, tiny: Models, pp: int, chunks: 
     proven(nursery, model=model, schedule="interleaved", pp=pp, chunks=chunks, microbatches=m, split_backward=split)
 
 
-@pytest.mark.parametrize("schedule", RUNS)
+@pytest.mark.parametrize("schedule", kinds(RUNS))
 def test_with_tp_and_dp(nursery: Nursery, tiny: Models, schedule: str) -> None:
     """Biases everywhere, and buckets of a tensor each, so that their order over dp matters."""
     model = tiny(num_hidden_layers=5, attention_bias=True, mlp_bias=True)
     proven(nursery, model=model, schedule=schedule, pp=2, tp=2, dp=2, microbatches=3, rows=2, bucket_mb=0.001)
 
 
-@pytest.mark.parametrize("schedule", OTHERS)
+@pytest.mark.parametrize("schedule", kinds(OTHERS))
 def test_as_shipped_in_bf16(nursery: Nursery, tiny: Models, schedule: str) -> None:
     """Gradients that are put off are added to fp32, as others are."""
     model = tiny(attention_bias=True)
@@ -87,7 +96,7 @@ def test_as_shipped_in_bf16(nursery: Nursery, tiny: Models, schedule: str) -> No
     proven(nursery, shipped=True, model=model, schedule=schedule, compute="bf16", **layout)
 
 
-@pytest.mark.parametrize("schedule", OTHERS)
+@pytest.mark.parametrize("schedule", kinds(OTHERS))
 @pytest.mark.parametrize("model", ["gemma3-tiny", "qwen3-tiny"])
 def test_tied_weights(nursery: Nursery, model: str, schedule: str) -> None:
     """An embedding that the head uses too: on two ranks, or on one, which then has one storage and one gradient."""

@@ -63,7 +63,8 @@ class Method:
         if not few <= microbatches <= many:
             near = min(max(microbatches, few), many)
             return (
-                f"The schedule {name} takes {_counted('microbatch', few, many, microbatches)}, but microbatches is {microbatches}. Set microbatches "
+                f"The schedule {name} takes {_counted('microbatch', few, many, microbatches)}, but microbatches is "
+                f"{microbatches}. Set microbatches "
                 f"{near}, or use gpipe or 1f1b."
             )
         few, many = self.chunks
