@@ -50,11 +50,7 @@ def table(plan: Plan, facts: ModelFacts) -> Schedule:
 
 def searched(plan: Plan, facts: ModelFacts) -> Schedule:
     """The shortest that is found where no rank keeps more than the plan's limit."""
-    if not facts.heads:
-        raise PlanError(
-            f"schedule {plan.schedule} is searched for with what a transformer's blocks compute, not a plain list's: use "
-            "zb-h1 or 1f1b."
-        )
+    refuse_search(plan, facts)
     times, limit = estimate(plan, facts), memory_limit(plan, facts)
     most, least = limit / plan.schedule_limit, max(times.activation)
     if limit < least:
@@ -64,6 +60,15 @@ def searched(plan: Plan, facts: ModelFacts) -> Schedule:
             f"than the {least / 1e6:,.3f} MB of one microbatch: set schedule_limit {enough:g} or more."
         )
     return search(plan.pp, plan.microbatches, times, limit)
+
+
+def refuse_search(plan: Plan, facts: ModelFacts) -> None:
+    """Raises a `PlanError` where the schedule is searched for and the model is a plain list."""
+    if not facts.heads and method(plan.schedule).searched:
+        raise PlanError(
+            f"schedule {plan.schedule} is searched for with what a transformer's blocks compute, not a plain list's: use "
+            "zb-h1 or 1f1b."
+        )
 
 
 def memory_limit(plan: Plan, facts: ModelFacts) -> float:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..design.errors import PlanError
 from ..design.facts import ModelFacts, ParameterFact, Piece
 from ..design.plan import Plan, stage_blocks, validate
+from ..design.table import refuse_search
 from .batch import Batch
 
 FAMILY = "sequential"
@@ -60,6 +61,7 @@ def read(module: nn.Sequential, plan: Plan, dtype: torch.dtype) -> SequentialMod
     )  # fmt: skip
     if plan.balance == "cost":
         raise PlanError("balance cost counts what a transformer's blocks compute, not a plain list's: use parameters.")
+    refuse_search(plan, facts)
     validate(plan, facts)
     _refuse_stages(children, plan, facts, changing)
     return SequentialModel(module, facts)
