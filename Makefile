@@ -23,9 +23,9 @@ test-weights: $(WEIGHTS)
 figures: $(READY)
 	$(BIN)/python docs/figures.py
 
-# Some twenty minutes on 2 cores that do nothing else; the peers need what the extra 'bench' brings.
+# Half an hour on 2 cores that do nothing else; the peers need what the extra 'bench' brings.
 bench: $(BENCH)
-	$(BIN)/python -m bench --profile --write docs/bench.md --json build/bench.json
+	$(BIN)/python -m bench --profile --profile-steps 10 --write docs/bench.md --json build/bench.json
 
 $(BENCH): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'

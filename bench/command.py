@@ -18,9 +18,10 @@ from transformers.utils import logging
 
 from . import results, tables
 from .contestants.contestant import Contestant
-from .contestants.field import FIELD, ONE, RIVALS
+from .contestants.field import COURSES, FIELD, ONE, RIVALS
 from .memory import memory
 from .parked import Lost, freeze, in_child, single_threaded
+from .prediction import predictions
 from .rounds import Record, Track
 from .work import BASE, MEM, SMALL, Work, prepare
 
@@ -118,7 +119,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if given.write:
         tables.write(given.write, found)
     tables.show(found)
-    return 0 if not any(row["trouble"] or row["memory_trouble"] for row in found["contestants"]) else 1
+    rows = (row for course in found["courses"] for row in course["contestants"])
+    return 0 if not any(row["trouble"] or row["memory_trouble"] for row in rows) else 1
 
 
 def _terminated(number: int, frame: object) -> NoReturn:
@@ -129,26 +131,48 @@ def _terminated(number: int, frame: object) -> NoReturn:
 def _bench(given: argparse.Namespace, entrants: list[Contestant], scratch: Path, say: Any) -> dict[str, Any]:
     work = replace(SMALL if given.quick else BASE, folder=scratch / "speed", fused=not given.plain_adamw)
     in_child(lambda: prepare(work))
-    here, profiled, rounds = results.machine(), list[dict[str, Any]](), 0
-    with Track(entrants, work, first=FIRST_STEPS, say=say) as track:
-        if not given.no_speed:
-            rounds = track.rounds(given.rounds, given.most, given.steps, RIVALS)
-        if given.profile:
-            profiled = profile(track, given.profile_steps)
+    here = results.machine()
+    tracks = [_course(given, course, entrants, work, say) for course in COURSES]
+    raced = [track for track in tracks if track]
     say("speed is done")
     sizes: dict[str, Record] = {}
     if not given.no_memory:
         sizes = _memory(given, entrants, scratch, say)
-    rows = results.contestants(track.records, sizes, work)
+    courses = [
+        {
+            "name": course, "rounds": rounds, "profile": profiled,
+            "contestants": results.contestants(track.records, sizes, work),
+            "rivals": results.rivals(track.records, sizes, work),
+            "ceilings": results.ceilings(track.records, work),
+            "predictions": predictions(track.records, work),
+        }
+        for course, track, rounds, profiled in raced
+    ]  # fmt: skip
+    everyone = [row for _, track, _, _ in raced for row in results.contestants(track.records, sizes, work)]
     return {
-        "machine": here | {"others": results.machine_share(rows)},
+        "machine": here | {"others": results.machine_share(everyone)},
         "work": _described(work),
-        "turns": {"rounds": rounds, "steps": given.steps},
-        "contestants": rows,
-        "rivals": results.rivals(track.records),
-        "ceilings": results.ceilings(track.records, work),
-        "profile": profiled,
+        "turns": {"rounds": max(rounds for _, _, rounds, _ in raced), "steps": given.steps},
+        "courses": courses,
     }
+
+
+def _course(
+    given: argparse.Namespace, course: str, entrants: list[Contestant], work: Work, say: Any
+) -> tuple[str, Track, int, list[dict[str, Any]]] | None:
+    """The rounds of one course, and the profiles of those in it; None when nobody of it takes part."""
+    here = [one for one in entrants if one.course == course and (one.name != ONE or len(entrants) == 1)]
+    if not here:
+        return None
+    profiled, rounds = list[dict[str, Any]](), 0
+    first = [one for one in entrants if one.name == ONE and one not in here]
+    say(f"course: {course}")
+    with Track([*first, *here], work, first=FIRST_STEPS, say=say) as track:
+        if not given.no_speed:
+            rounds = track.rounds(given.rounds, given.most, given.steps, RIVALS)
+        if given.profile:
+            profiled = profile(track, given.profile_steps)
+    return course, track, rounds, profiled
 
 
 def _memory(given: argparse.Namespace, entrants: list[Contestant], scratch: Path, say: Any) -> dict[str, Record]:

@@ -18,6 +18,7 @@ import plait
 
 from .contestants.field import ONE, RIVALS, Rivals, ceiling_of
 from .measure import Estimate, median, spread
+from .prediction import bubble
 from .rounds import Record, compare, gap
 from .work import Work
 
@@ -41,7 +42,7 @@ def contestants(speed: dict[str, Record], sizes: dict[str, Record], work: Work) 
 
 
 def _contestant(record: Record, speed: dict[str, Record], size: Record | None, work: Work) -> dict[str, Any]:
-    one, above = record.contestant, ceiling_of(record.contestant.ranks)
+    one, above = record.contestant, ceiling_of(record.contestant)
     steps = [work.tokens_a_step / seconds for seconds in record.step_seconds]
     of = compare(speed, Rivals(one.name, above)) if above and above != one.name else None
     return {
@@ -61,15 +62,32 @@ def _contestant(record: Record, speed: dict[str, Record], size: Record | None, w
     }
 
 
-def rivals(speed: dict[str, Record]) -> list[dict[str, Any]]:
-    found = [(one, compare(speed, one)) for one in RIVALS]
-    return [asdict(one) | {"ratio": estimate(it), "verdict": verdict(it, one.bar)} for one, it in found if it]
+def rivals(speed: dict[str, Record], sizes: dict[str, Record], work: Work) -> list[dict[str, Any]]:
+    found = []
+    for one in RIVALS:
+        it = compare(speed, one)
+        if it is None:
+            continue
+        bar = one.bar
+        if bar is not None and one.less_bubble:
+            bar *= 1 - bubble(one.less_bubble, speed[one.ours], work)
+        found.append(
+            asdict(one)
+            | {"bar": bar, "ratio": estimate(it), "verdict": verdict(it, bar), "memory": most_memory(sizes, one)}
+        )
+    return found
+
+
+def most_memory(sizes: dict[str, Record], one: Rivals) -> float | None:
+    """The memory of our fullest rank over that of theirs, where both were measured."""
+    ours, theirs = (sizes[name].memory if name in sizes else [] for name in (one.ours, one.theirs))
+    return max(ours) / max(theirs) if ours and theirs else None
 
 
 def ceilings(speed: dict[str, Record], work: Work) -> list[dict[str, Any]]:
     """How far the ceilings, and the one process, spread over the rounds: what a difference must exceed to be one."""
     rows = []
-    for name in [ONE, *(one for ranks in (2, 4) if (one := ceiling_of(ranks)))]:
+    for name in dict.fromkeys([ONE, *(above for one in speed.values() if (above := ceiling_of(one.contestant)))]):
         if name in speed and speed[name].step_seconds:
             found = spread([work.tokens_a_step / seconds for seconds in speed[name].step_seconds])
             rows.append({"name": name, "share": found.share} | asdict(found))

@@ -48,6 +48,8 @@ class Record:
     """One a round, as the two below."""
     cpu_seconds: list[float] = field(default_factory=list)
     """Processor time of a step, all ranks together."""
+    times: list[dict[str, float]] = field(default_factory=list)
+    """Seconds of the kinds of computation by stage, for contestants that can tell."""
     others: list[float | None] = field(default_factory=list)
     """The share of the machine that others used during the turn."""
     memory: list[int] = field(default_factory=list)
@@ -154,6 +156,7 @@ class Track:
         record = self.records[name]
         record.step_seconds.append(seconds / steps)
         record.cpu_seconds.append(cpu / steps)
+        record.times.append({name: value for answer in answers for name, value in answer["times"].items()})
         after, others = busy_seconds(), None
         if busy is not None and after is not None:
             capacity = (time.monotonic() - begin) * (os.cpu_count() or 1)

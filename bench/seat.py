@@ -1,6 +1,6 @@
 """Inside a rank: builds nothing, serves the bench. Reads a word, takes the steps that it asks for, says what they took.
 
-turn k      -> seconds of k steps between two meetings of the ranks, processor seconds, losses
+turn k      -> seconds of k steps between two meetings of the ranks, processor seconds, losses, times of actions
 split k     -> where a step's time went, mean over k steps (contestants that can tell)
 functions k -> where the time of k steps went, by function (rank 0; the others take the steps)
 trim        -> freed memory goes back to the system; private bytes now
@@ -48,8 +48,9 @@ class BenchSeat:
     def at(self, rank: int) -> BenchSeat:
         return BenchSeat(self._lines, rank, first=self._first, uss=self._uss)
 
-    def serve(self, step: Step, split: Split | None = None) -> None:
+    def serve(self, step: Step, split: Split | None = None, times: Split | None = None) -> None:
         """Takes the first steps, then does what is asked until the end is asked for."""
+        self._times = times
         losses = [step() for _ in range(self._first)]
         self._say({"losses": losses, "uss": self._uss, "pid": os.getpid()})
         for word in self._lines[self.rank].makefile("r", encoding="utf-8"):
@@ -67,7 +68,8 @@ class BenchSeat:
         begin, used = time.perf_counter(), time.process_time()
         losses = [step() for _ in range(steps)]
         meet()
-        return {"seconds": time.perf_counter() - begin, "cpu": time.process_time() - used, "losses": losses}
+        took = {"seconds": time.perf_counter() - begin, "cpu": time.process_time() - used, "losses": losses}
+        return took | {"times": self._times() if self._times else {}}
 
     def _split(self, step: Step, split: Split | None, steps: int) -> dict[str, Any]:
         meet()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,20 @@ class Table:
 
 
 def tables(results: Results) -> list[Table]:
-    """Those for which there are numbers."""
-    found = [contestants(results), rivals(results), ceilings(results), splits(results)]
-    return [table for table in (*found, *functions(results)) if table.rows]
+    """Those for which there are numbers, course by course."""
+    found = [
+        replace(table, title=f"{course['name'].capitalize()}: {table.title}")
+        for course in results["courses"]
+        for table in (
+            contestants(course),
+            rivals(course),
+            predictions(course),
+            ceilings(course),
+            splits(course),
+            *functions(course),
+        )
+    ]
+    return [table for table in found if table.rows]
 
 
 def interval(found: dict[str, float] | None, digits: int = 2) -> str:
@@ -56,17 +67,32 @@ def contestants(results: Results) -> Table:
         "contestant", "ranks", "tokens/s", "95 %", "of ceiling", "95 %", "cores used", "first loss", "loss off by",
         "memory, MB a rank", "rounds",
     )  # fmt: skip
-    return Table("Speed and memory", columns, tuple(rows))
+    return Table("speed and memory", columns, tuple(rows))
 
 
 def rivals(results: Results) -> Table:
     labels = {row["name"]: f"{row['label']}, {row['ranks']}" for row in results["contestants"]}
     rows = [
         (labels[row["ours"]], labels[row["theirs"]], value(row["ratio"], 3), interval(row["ratio"], 3),
-         "" if row["bar"] is None else f"{row['bar']:.2f}", row["verdict"])
+         "" if row["bar"] is None else f"{row['bar']:.3g}", row["verdict"],
+         "" if row["memory"] is None else f"{row['memory']:.2f}")
         for row in results["rivals"]
     ]  # fmt: skip
-    return Table("plait's speed over its peer's", ("plait", "peer", "ratio", "95 %", "bar", ""), tuple(rows))
+    return Table(
+        "plait's speed over its peer's",
+        ("plait", "peer", "ratio", "95 %", "bar", "", "memory, of the peer's"),
+        tuple(rows),
+    )
+
+
+def predictions(results: Results) -> Table:
+    rows = [
+        (row["schedule"], f"{1000 * row['predicted']:.0f}", f"{1000 * row['measured']:.0f}", f"{row['ratio']:.3f}",
+         row["verdict"])
+        for row in results["predictions"]
+    ]  # fmt: skip
+    columns = ("schedule", "predicted, ms a step", "measured", "ratio", "within 10 %")
+    return Table("steps predicted from the times of gpipe in halves", columns, tuple(rows))
 
 
 def ceilings(results: Results) -> Table:
@@ -76,7 +102,7 @@ def ceilings(results: Results) -> Table:
         for row in results["ceilings"]
     ]  # fmt: skip
     columns = ("tokens/s of", "least", "1st quartile", "median", "3rd quartile", "most", "most - least of median")
-    return Table("How far the ceiling itself spreads over the rounds", columns, tuple(rows))
+    return Table("how far the ceiling itself spreads over the rounds", columns, tuple(rows))
 
 
 def splits(results: Results) -> Table:
@@ -88,7 +114,7 @@ def splits(results: Results) -> Table:
             shares = (f"{100 * seconds / step:.1f}" for seconds in parts.values())
             rows.append((one["label"], str(rank), f"{1000 * step:.0f}", *shares))
     columns = ("run", "rank", "step, ms", *(f"{kind}, %" for kind in kinds))
-    return Table("Where a step goes, by plait's own clock", columns, tuple(rows))
+    return Table("where a step goes, by plait's own clock", columns, tuple(rows))
 
 
 def functions(results: Results) -> list[Table]:
@@ -100,7 +126,7 @@ def functions(results: Results) -> list[Table]:
             (row["name"], f"{row['calls']:.1f}", f"{1000 * row['own']:.2f}", f"{1000 * row['with']:.2f}")
             for row in one["functions"][:MOST_FUNCTIONS]
         ]
-        found.append(Table(f"Functions of rank 0: {one['label']}", columns, tuple(rows)))
+        found.append(Table(f"functions of rank 0: {one['label']}", columns, tuple(rows)))
     return found
 
 
@@ -118,7 +144,7 @@ def heading(results: Results) -> str:
 
 def troubles(results: Results) -> list[str]:
     """A sentence for each contestant that is not compared."""
-    rows = results["contestants"]
+    rows = [row for course in results["courses"] for row in course["contestants"]]
     return [f"{row['name']} is not compared: {row['trouble']}." for row in rows if row["trouble"]] + [
         f"{row['name']} has no memory: {row['memory_trouble']}." for row in rows if row["memory_trouble"]
     ]

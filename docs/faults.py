@@ -68,8 +68,9 @@ def final_loss(changes: dict[str, Any], plant: Callable[[], None] | None = None)
 
 
 def others(layout: dict[str, Any]) -> dict[str, Any]:
-    """What a layout asks for besides degrees and microbatches: right runs that it is compared with need it too."""
-    return {key: value for key, value in layout.items() if key not in ("dp", "tp", "pp", "microbatches")}
+    """What a layout asks for that changes a right run's numbers: right runs that it is compared with need it too."""
+    laid_out = ("dp", "tp", "pp", "microbatches", "schedule", "chunks")
+    return {key: value for key, value in layout.items() if key not in laid_out}
 
 
 def findings() -> str:

@@ -10,19 +10,23 @@ compute.
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
+from plait.design.balance import WORDS, weights
+from plait.design.cost.memory import memory
 from plait.design.cost.traffic import traffic
 from plait.design.facts import ModelFacts, ParameterFact, Piece
 from plait.design.layout import Cut, Layout
 from plait.design.mesh import Mesh
-from plait.design.plan import Plan
+from plait.design.plan import Plan, stage_blocks
 from plait.design.records import Timeline
-from plait.design.schedule import Action, Kind, live_microbatches, lower, make
+from plait.design.schedule import METHODS, Action, Kind, live_microbatches, lower, make
 from plait.design.simulate import simulate, unit_seconds
 from plait.design.styles import STYLES
-from plait.report import sharding, timeline
-from plait.report.words import percent
+from plait.report import schedules, sharding, timeline
+from plait.report.schedules import Played
+from plait.report.words import percent, size
 
 DOCS = Path(__file__).parent
 HIDDEN, VOCABULARY = 256, 512
@@ -40,7 +44,7 @@ BLOCK = (
 """(module, shape of its weight, style, quantum) of one decoder block of the example model."""
 
 
-def example_model(blocks: int = 4) -> ModelFacts:
+def example_model(blocks: int = 4, vocabulary: int = VOCABULARY) -> ModelFacts:
     """A llama of hidden size 256 with 8 heads in 4 groups: what the tables of these pages count."""
 
     def weight(
@@ -52,12 +56,12 @@ def example_model(blocks: int = 4) -> ModelFacts:
         pieces = (Piece("", shape[cut or 0], quantum),)
         return ParameterFact(module, "weight", shape, block, after, style, cut, pieces, reads, len(shape) > 1)
 
-    parameters = [weight("model.embed_tokens", (VOCABULARY, HIDDEN), "embedding_rowwise", 1, None)]
+    parameters = [weight("model.embed_tokens", (vocabulary, HIDDEN), "embedding_rowwise", 1, None)]
     for block in range(blocks):
         parameters += [weight(f"model.layers.{block}.{name}", *row, block) for name, *row in BLOCK]
     parameters.append(weight("model.norm", (HIDDEN,), None, 1, None))
-    parameters.append(weight("lm_head", (VOCABULARY, HIDDEN), "colwise_gather_output", 1, None))
-    return ModelFacts("llama", blocks, HIDDEN, 8, 4, VOCABULARY, 256, "lm_head", tuple(parameters))
+    parameters.append(weight("lm_head", (vocabulary, HIDDEN), "colwise_gather_output", 1, None))
+    return ModelFacts("llama", blocks, HIDDEN, 8, 4, vocabulary, 256, "lm_head", tuple(parameters))
 
 
 def _timeline(name: str, ranks: int, microbatches: int, *, work: int = 1, reduction: int = 0) -> Timeline:
@@ -69,12 +73,26 @@ def _timeline(name: str, ranks: int, microbatches: int, *, work: int = 1, reduct
     return simulate(lower(make(name, ranks, microbatches), reduce=reduction > 0), seconds)
 
 
+def _picture(name: str) -> str:
+    """4 ranks, as many microbatches up to 8 as the schedule takes, as few stages a rank."""
+    most = min(8, METHODS[name].microbatches[1])
+    played = schedules.play(name, 4, most)
+    chunks = f", chunks {played.table.chunks}" if played.table.chunks > 1 else ""
+    title = f"{name}: pp 4{chunks}, microbatches {most}"
+    return timeline.svg_panels({played.caption: played.timeline}, title=title)
+
+
+def _compared() -> list[Played]:
+    return [one for one in schedules.compare(4, 8) if isinstance(one, Played)]
+
+
 def figures() -> dict[str, str]:
     """File name -> SVG."""
-    found = {
-        f"{name}.svg": timeline.svg(_timeline(name, 4, m), title=f"{name}: pp 4, microbatches {m}")
-        for name, m in (("naive", 1), ("gpipe", 8), ("1f1b", 8))
-    }
+    found = {f"{name}.svg": _picture(name) for name in METHODS}
+    found["schedules.svg"] = timeline.svg_panels(
+        {f"{one.table.name}: {one.caption}": one.timeline for one in _compared()},
+        title="pp 4, microbatches 8, one clock",
+    )
     found["pipelines.svg"] = timeline.svg_panels(
         {
             f"{name}, microbatches {m}: bubble {percent(drawn.bubble)}, {drawn.seconds} units": drawn
@@ -104,14 +122,30 @@ def _markdown(head: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _pipelines(name: str, counts: tuple[int, ...]) -> str:
+def _pipelines(name: str, counts: tuple[int, ...], *, chunks: tuple[int, ...] = (0,), own: bool = False) -> str:
+    """Time, bubble and live microbatches of one schedule; `own` adds the longest that a rank is at work, from its first
+    action to its last."""
     rows: list[tuple[object, ...]] = []
     for p in (2, 4, 8):
-        for m in counts:
-            live = [live_microbatches(make(name, p, m), rank) for rank in (0, p - 1)]
-            drawn = _timeline(name, p, m)
-            rows.append((p, m, f"{drawn.seconds}", percent(drawn.bubble), *live))
-    return _markdown(("p", "m", "units", "bubble", "live on rank 0", "live on the last rank"), rows)
+        for v in chunks:
+            for m in counts:
+                played = schedules.play(name, p, m, v)
+                drawn, live = played.timeline, [f"{played.live[rank]:g}" for rank in (0, p - 1)]
+                at_work = max(max(s.end for s in row) - min(s.start for s in row) for row in drawn.rows)
+                many = (v,) if len(chunks) > 1 else ()
+                longest = (f"{at_work:g}",) if own else ()
+                rows.append((p, *many, m, f"{drawn.seconds:g}", *longest, percent(drawn.bubble), *live))
+    many, longest = (("v",) if len(chunks) > 1 else ()), (("longest rank, F",) if own else ())
+    return _markdown(("p", *many, "m", "time, F", *longest, "bubble", "live on rank 0", "live on the last rank"), rows)
+
+
+def _comparison() -> str:
+    """A row a schedule, its name a link to its page."""
+    rows: list[tuple[object, ...]] = [
+        (f"[{name}]({name}.md)", *numbers)
+        for name, *numbers in (schedules.cells(schedules.row(o)) for o in _compared())
+    ]
+    return _markdown(schedules.HEAD, rows)
 
 
 def _traffic(plan: Plan, axis: str) -> str:
@@ -124,6 +158,7 @@ def _traffic(plan: Plan, axis: str) -> str:
     return _markdown(("rank", "reason", "operation", "calls", "payload", "bytes sent"), rows)
 
 
+@cache
 def numbers() -> dict[str, str]:
     """Name -> Markdown table; the page that shows it is found by its marker."""
     example = {"batch": 8, "seq": 128}
@@ -131,11 +166,41 @@ def numbers() -> dict[str, str]:
         "naive": _pipelines("naive", (1,)),
         "gpipe": _pipelines("gpipe", (4, 8, 32)),
         "1f1b": _pipelines("1f1b", (4, 8, 32)),
+        "interleaved": _pipelines("interleaved", (8, 32), chunks=(2, 4)),
+        "zb-h1": _pipelines("zb-h1", (4, 8, 32), own=True),
+        "zb-h2": _pipelines("zb-h2", (4, 8, 32), own=True),
+        "zb-v": _pipelines("zb-v", (4, 8, 32)),
+        "v-half": _pipelines("v-half", (4, 8, 32)),
+        "v-min": _pipelines("v-min", (4, 8, 32)),
+        "dualpipe-v": _pipelines("dualpipe-v", (8, 16, 32)),
+        "dualpipe": _pipelines("dualpipe", (8, 16, 32)),
+        "auto": _pipelines("auto", (4, 8, 32)),
+        "schedules": _comparison(),
         "pp traffic": _traffic(Plan(**example, pp=2, microbatches=4), "pp"),
+        "loss at last": _traffic(Plan(**example, pp=2, microbatches=4), "pp"),
+        "loss at first": _traffic(Plan(**example, pp=2, microbatches=4, loss_at="first"), "pp"),
         "dp traffic": _traffic(Plan(**example, dp=2, microbatches=4), "dp"),
         "tp traffic": _traffic(Plan(**example, tp=2, microbatches=4), "tp"),
         "accumulation": _pipelines_of_one((1, 4, 16)),
+        "balance": _balances(),
     }
+
+
+def _balances() -> str:
+    """Per balance: the stages, and the largest of them by each measure."""
+    facts = example_model(blocks=16, vocabulary=8192)
+    rows: list[tuple[object, ...]] = []
+    for balance in WORDS:
+        plan = Plan(pp=4, balance=balance, seq=256)
+        spans = stage_blocks(plan, facts)
+        largest = []
+        for what in ("parameters", "cost"):
+            counts = weights(facts, what, plan.seq)
+            largest.append(percent(max(sum(counts[start:stop]) for start, stop in spans) / sum(counts)))
+        held = max(sum(bill.held) for bill in memory(plan, facts))
+        rows.append((f"`{balance}`", ", ".join(str(b - a) for a, b in spans), *largest, size(held)))
+    head = ("balance", "blocks of the stages", "most parameters", "most FLOPs", "most held by a rank")
+    return _markdown(head, rows)
 
 
 def _pipelines_of_one(counts: tuple[int, ...]) -> str:

@@ -54,7 +54,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-layouts", action="store_true", help="every family in every layout of the covering set")
+    parser.addoption("--all-layouts", action="store_true", help="every layout, not a covering set of them")
 
 
 @pytest.fixture(scope="session")
@@ -66,6 +66,11 @@ def smollm2() -> Path:
     return real.directory()
 
 
-def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
-    """The nursery is forked first, while this process still has one thread."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The nursery is forked first, while this process still has one thread. Without --all-layouts the `rest` is left
+    out."""
+    if not config.getoption("--all-layouts"):
+        rest = [item for item in items if item.get_closest_marker("rest")]
+        config.hook.pytest_deselected(items=rest)
+        items[:] = [item for item in items if not item.get_closest_marker("rest")]
     items.sort(key=lambda item: "nursery" not in getattr(item, "fixturenames", ()))

@@ -8,7 +8,7 @@ value of one, gets its line in `_plan`, `_sizes` or `_manners`. Nothing here com
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from random import Random
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from plait.check.batches import KINDS
 from plait.design.errors import PlanError
 from plait.design.plan import Plan, validate
+from plait.design.schedule import RUNS, make
 from tests.design.facts import llama
 
 SEEDS = range(100)
@@ -51,11 +52,26 @@ def draw(seed: int) -> Draw:
         plan = _plan(random)
         sizes = _sizes(random, plan["tp"])
         if sizes["hidden_size"] <= MOST_HIDDEN and plan["batch"] <= MOST_ROWS and _accepted(plan, sizes):
+            plan |= _pipeline(Random(-1001 - seed), plan, sizes)
+            plan |= _uneven(Random(-1 - seed), plan, sizes["num_hidden_layers"])
             # Only the first step is also run as shipped: one that trains nothing would show nothing there.
             first = random.choice([kind for kind in KINDS if kind != "nothing"])
             return Draw(
                 sizes | _manners(random, sizes), plan, (first, *random.choices(list(KINDS), k=random.choice((1, 2))))
             )
+
+
+def _uneven(random: Random, plan: dict[str, Any], blocks: int) -> dict[str, Any]:
+    """Rows that do not divide by the microbatches, where few enough; stages that differ, half of them in any way."""
+    more = random.randrange(plan["microbatches"]) * plan["dp"]
+    more = more if plan["batch"] + more <= MOST_ROWS else 0
+    stages = Plan(**plan).stages
+    ends = [0, *sorted(random.sample(range(1, blocks), stages - 1)), blocks]
+    by_hand = ",".join(str(stop - start) for start, stop in pairwise(ends))
+    return {
+        "batch": plan["batch"] + more,
+        "balance": random.choice(("uniform", "parameters", "cost", by_hand, by_hand, by_hand)),
+    }
 
 
 def _accepted(plan: dict[str, Any], sizes: dict[str, Any]) -> bool:
@@ -73,6 +89,22 @@ def _accepted(plan: dict[str, Any], sizes: dict[str, Any]) -> bool:
     except PlanError:
         return False
     return True
+
+
+def _pipeline(random: Random, plan: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
+    """Any schedule that degrees, microbatches and blocks allow, and any number of stages on a rank that it takes;
+    backwards in two halves in a quarter of those that leave them whole. What few draws allow comes up more often."""
+
+    def allowed(**values: Any) -> bool:
+        return _accepted(plan | values, sizes)
+
+    names = [name for name in RUNS if allowed(schedule=name)]
+    name = random.choices(names, [2 if name in ("naive", "interleaved") else 1 for name in names])[0]
+    fit = [chunks for chunks in range(1, 5) if allowed(schedule=name, chunks=chunks)]
+    chosen = {"schedule": name, "chunks": random.choice(fit)}
+    one = Plan(**plan | chosen)
+    halves = random.random() < 0.25 and not make(one.schedule, one.pp, one.microbatches, one.chunks).splits
+    return chosen | {"split_backward": halves}
 
 
 def _degrees(random: Random) -> dict[str, int]:
@@ -93,7 +125,7 @@ def _plan(random: Random) -> dict[str, Any]:
     steps = random.choice((2, 3, 3, 5))
     return {
         **degrees,
-        "schedule": random.choice(("naive", "naive", "gpipe", "1f1b", "1f1b")),
+        "schedule": "naive" if random.choice((True, True, False, False, False)) else "1f1b",
         "microbatches": microbatches,
         "batch": degrees["dp"] * microbatches * random.choice((1, 1, 2, 3)),
         "seq": random.choice((1, 2, 5, 7, 11, 16, 24)),
@@ -124,7 +156,7 @@ def _sizes(random: Random, tp: int) -> dict[str, Any]:
         "hidden_size": heads * random.choice((width, 3, 5, 8)),
         "intermediate_size": tp * random.choice((3, 7, 11, 16)),
         "vocab_size": tp * random.choice((5, 13, 31, 32)),
-        "num_hidden_layers": random.choice((1, 2, 3, 4, 5, 5, 6, 7)),
+        "num_hidden_layers": random.choice((1, 2, 3, 4, 5, 6, 7, 8)),
         "max_position_embeddings": random.choice((POSITIONS, 2 * POSITIONS)),
     }
 

@@ -23,8 +23,9 @@ class Seat(Protocol):
     @property
     def ranks(self) -> int: ...
 
-    def serve(self, step: Step, split: Split | None = None) -> None:
-        """Takes the contestant's step whenever the bench asks; returns at the end of the bench."""
+    def serve(self, step: Step, split: Split | None = None, times: Split | None = None) -> None:
+        """Takes the contestant's step whenever the bench asks; returns at the end of the bench. `times` says how long
+        the actions of the last step took, and is asked after each turn."""
         ...
 
     def at(self, rank: int) -> Seat:
@@ -34,6 +35,9 @@ class Seat(Protocol):
 
 Race = Callable[[Work, Seat], None]
 """Builds, serves, closes."""
+
+
+DATA_AND_TENSOR = "data and tensor parallel"
 
 
 @dataclass(frozen=True)
@@ -50,3 +54,5 @@ class Contestant:
     """How many of its first losses must be those of one process."""
     profiled: bool = False
     """Whether --profile looks at it."""
+    course: str = DATA_AND_TENSOR
+    """Where it takes part: the contestants of one course are alive together, and only they are compared."""

@@ -17,11 +17,13 @@ from plait.runtime.batch import IGNORE
 from plait.runtime.training.step import Moment, Run
 
 from ..work import BETAS, LEARNING_RATE, SEED, WEIGHT_DECAY, Work, tokens
-from .contestant import Race, Seat
+from .contestant import Race, Seat, Step
 
 KINDS = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward",
+    Kind.BACKWARD_WEIGHT: "backward of weights",
     Kind.SEND_ACTIVATION: "send",
     Kind.SEND_GRADIENT: "send",
     Kind.RECEIVE_ACTIVATION: "receive",
@@ -41,7 +43,7 @@ def laid_out(**degrees: Any) -> Race:
 
         def main(world: plait.World) -> None:
             run, batch = plait.build(plan, world), rows_of(plan, world, work)
-            seat.at(world.rank).serve(lambda: run.step(batch).loss, lambda: split(run, batch))
+            seat.at(world.rank).serve(timed(run, batch), lambda: split(run, batch), lambda: times(run))
 
         plait.launch(main, plan)
 
@@ -49,9 +51,9 @@ def laid_out(**degrees: Any) -> Race:
 
 
 def plan_of(work: Work, degrees: dict[str, Any]) -> plait.Plan:
-    micro = work.microbatches if degrees.get("pp", 1) > 1 else 1
+    degrees = {"microbatches": work.microbatches if degrees.get("pp", 1) > 1 else 1} | degrees
     return plait.Plan(
-        model=str(work.config_folder), batch=work.rows, seq=work.seq, microbatches=micro, seed=SEED, lr=LEARNING_RATE,
+        model=str(work.config_folder), batch=work.rows, seq=work.seq, seed=SEED, lr=LEARNING_RATE,
         lr_schedule="constant", weight_decay=WEIGHT_DECAY, beta1=BETAS[0], beta2=BETAS[1], clip=0.0, **degrees,
     )  # fmt: skip
 
@@ -68,6 +70,25 @@ def rows_of(plan: plait.Plan, world: plait.World, work: Work) -> plait.Batch:
         sample_ids=torch.arange(work.rows),
     )
     return batch.split(plan.dp)[world.coordinate["dp"]]
+
+
+def timed(run: Run, batch: plait.Batch) -> Step:
+    return lambda: run.step(batch).loss
+
+
+def times(run: Run) -> dict[str, float]:
+    """The mean seconds of each kind of computation in the last step, by stage ('F0'), and on rank 0 what the step had
+    besides the pipeline."""
+    spans = run.clock.spans()
+    found: dict[str, list[float]] = {}
+    for action, start, stop in spans:
+        if action.kind.lane == "compute":
+            found.setdefault(f"{action.kind.letter}{action.stage}", []).append(stop - start)
+    means = {name: sum(seconds) / len(seconds) for name, seconds in found.items()}
+    if run.world.rank == 0:
+        before, after = run.laps["counted"], run.laps["updated"]
+        means["rest"] = (after - before) - (spans[-1][2] - spans[0][1])
+    return means
 
 
 def split(run: Run, batch: plait.Batch) -> dict[str, float]:

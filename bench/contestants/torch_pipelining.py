@@ -1,4 +1,5 @@
-"""torch.distributed.pipelining: its GPipe and 1F1B over a Llama that is cut by hand into stages of as many blocks."""
+"""torch.distributed.pipelining: its schedules over a Llama that is cut by hand into stages of as many blocks, one a rank,
+or two where the schedule wants two."""
 
 from __future__ import annotations
 
@@ -7,12 +8,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
 
 from ..work import Work, adamw, model, next_token_loss, tokens
 from .contestant import Race, Seat
 
-SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+LOOP = {"interleaved": ScheduleInterleaved1F1B}
+VEE = {"zb-v": ScheduleZBVZeroBubble, "dualpipe-v": ScheduleDualPipeV}
+"""Its schedules by plait's names: one stage a rank, two in a loop, two in a V."""
+
+
+def places(schedule: str, rank: int, ranks: int) -> list[int]:
+    """The stages of a rank."""
+    if schedule in ONE_STAGE:
+        return [rank]
+    return [rank, 2 * ranks - 1 - rank] if schedule in VEE else [rank, ranks + rank]
 
 
 class Blocks(nn.Module):
@@ -42,16 +60,23 @@ def pipelining(schedule: str) -> Race:
     def race(work: Work, seat: Seat) -> None:
         rank, ranks = seat.rank, seat.ranks
         dist.init_process_group("gloo")
-        blocks, rows = Blocks(model(work), rank, ranks), tokens(work)
-        stage = PipelineStage(blocks, rank, ranks, torch.device("cpu"))
-        table = SCHEDULES[schedule](stage, work.microbatches, loss_fn=next_token_loss)
-        optimizer = adamw(work, blocks.parameters())
+        mine = places(schedule, rank, ranks)
+        count, llama, rows = len(mine) * ranks, model(work), tokens(work)
+        blocks = [Blocks(llama, place, count) for place in mine]
+        del llama
+        stages = [
+            PipelineStage(one, place, count, torch.device("cpu")) for one, place in zip(blocks, mine, strict=True)
+        ]
+        kind = (ONE_STAGE | LOOP | VEE)[schedule]
+        table = kind(stages if len(mine) > 1 else stages[0], work.microbatches, loss_fn=next_token_loss)  # type: ignore[arg-type]
+        optimizer = adamw(work, (p for one in blocks for p in one.parameters()))
+        first, last = 0 in mine, count - 1 in mine
 
         def step() -> float | None:
             optimizer.zero_grad()
             losses: list[Tensor] = []
-            given = (rows,) if rank == 0 else ()
-            if rank == ranks - 1:
+            given = (rows,) if first else ()
+            if last:
                 table.step(*given, target=rows, losses=losses)
             else:
                 table.step(*given)

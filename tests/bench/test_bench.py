@@ -14,7 +14,7 @@ import pytest
 from bench import tables
 from bench.command import chosen, options
 from bench.contestants.contestant import Contestant
-from bench.contestants.field import FIELD, ONE, RIVALS, Rivals, ceiling_of
+from bench.contestants.field import COURSES, FIELD, ONE, RIVALS, SCHEDULES, Rivals, ceiling_of
 from bench.measure import Estimate, busy, median, private, private_bytes, ratio, spread
 from bench.results import verdict
 from bench.rounds import Record, compare, gap, mean_losses, order
@@ -147,10 +147,12 @@ def test_the_field_is_sound() -> None:
     assert len(field) == len(FIELD)
     assert all((one.ours in field) and (one.theirs in field) for one in RIVALS)
     assert all(field[one.ours].ranks == field[one.theirs].ranks for one in RIVALS)
-    assert {(one.ours, one.theirs) for one in RIVALS if one.bar == 1.0} == {
-        (f"plait-dp-{n}", f"torch-ddp-{n}") for n in (2, 4)
-    }
-    assert all(ceiling_of(one.ranks) in {*field, None} for one in FIELD)
+    assert all(field[one.ours].course == field[one.theirs].course or one.theirs == ONE for one in RIVALS)
+    held = {(one.ours, one.theirs) for one in RIVALS if one.bar == 1.0}
+    assert {(f"plait-dp-{n}", f"torch-ddp-{n}") for n in (2, 4)} <= held
+    assert {(f"plait-{name}-{n}", f"torch-{name}-{n}") for n in (2, 4) for name in SCHEDULES} <= held
+    assert all(ceiling_of(one) in {*field, None} for one in FIELD)
+    assert len(COURSES) == 4
 
 
 def test_the_one_process_always_takes_part() -> None:
@@ -192,15 +194,20 @@ def results() -> dict[str, Any]:
         "machine": {
             "cores": 2, "processor": "P", "python": "3", "torch": "2", "transformers": "5", "plait": "0", "others": 0.02,
         },
+        "courses": [{
+        "name": "data and tensor parallel",
         "contestants": [row, lost],
         "rivals": [{
+            "memory": 0.9,
             "ours": "plait-dp-2", "theirs": "plait-dp-2", "bar": 1.0, "verdict": "met",
             "ratio": {"value": 1.0, "low": 0.99, "high": 1.01},
         }],
         "ceilings": [],
+        "predictions": [],
         "profile": [{
             "name": "plait-dp-2", "label": "plait dp, 2", "split": [{"forward": 0.25, "backward": 0.75}],
             "functions": [{"name": "<method 'a|b'>", "calls": 2.0, "own": 0.001, "with": 0.002}],
+        }],
         }],
     }  # fmt: skip
 
@@ -209,9 +216,11 @@ def test_tables_have_what_was_found_and_leave_out_what_was_not() -> None:
     found = {table.title: table for table in tables.tables(results())}
     assert len(found) == 4
     assert all(len(row) == len(table.columns) for table in found.values() for row in table.rows)
-    first = found["Speed and memory"].rows[0]
+    first = found["Data and tensor parallel: speed and memory"].rows[0]
     assert first[:7] == ("plait dp", "2", "2000", "1900 - 2100", "0.90", "0.88 - 0.91", "1.90")
-    assert found["Where a step goes, by plait's own clock"].rows == (("plait dp, 2", "0", "1000", "25.0", "75.0"),)
+    assert found["Data and tensor parallel: where a step goes, by plait's own clock"].rows == (
+        ("plait dp, 2", "0", "1000", "25.0", "75.0"),
+    )
 
 
 @pytest.mark.parametrize("reader", [tables.plain, tables.markdown])
@@ -245,11 +254,12 @@ def test_a_quick_bench_runs(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "bench", *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
-    rows = {row["name"]: row for row in found["contestants"]}
+    (course,) = found["courses"]
+    rows = {row["name"]: row for row in course["contestants"]}
     assert set(rows) == {ONE, "torch-ddp-2", "plait-dp-2"}
     assert all(len(row["first_losses"]) == 3 and row["loss_gap"] <= 1e-4 for row in rows.values())
     assert all(len(row["step_seconds"]) == 2 for row in rows.values())
     assert [len(row["memory_mb"]) for row in rows.values()] == [1, 2, 2]
-    assert [(one["ours"], one["theirs"]) for one in found["rivals"]] == [("plait-dp-2", "torch-ddp-2")]
-    assert len(found["profile"][0]["split"]) == 2
+    assert [(one["ours"], one["theirs"]) for one in course["rivals"]] == [("plait-dp-2", "torch-ddp-2")]
+    assert len(course["profile"][0]["split"]) == 2
     assert "plait dp" in done.stdout

@@ -70,8 +70,8 @@ def refused(plait: Driver, small: Sequence[object], tmp_path: Path) -> Iterator[
         ("--tp 3", "this model takes tp 1, 2 or 4."),
         ("--tp 8", "tp 8 does not divide the 4 KV heads (8 heads in groups of 2)"),
         ("--pp 5", "the model has 4 blocks: set pp 4 or less."),
-        ("--dp 3", "batch 4 does not divide into dp 3 x microbatches 1 = 3 equal parts: set batch 6"),
-        ("--microbatches 3", "set batch 6, or microbatches 1, 2 or 4."),
+        ("--dp 3", "batch 4 does not divide into dp 3 equal parts: set batch 6."),
+        ("--microbatches 5", "set batch 5, or microbatches 4 or less."),
         ("--batch 1 --dp 2", "batch 1 < dp 2 x microbatches 1 = 2: set batch 2."),
         ("--schedule naive --microbatches 4", "microbatches is 4. Set microbatches 1, or use gpipe or 1f1b."),
         ("--schedule 1f1B", "Did you mean '1f1b'?"),
@@ -148,6 +148,13 @@ def test_a_name(refused: Refusals, argv: tuple[str, ...], words: str) -> None:
         (("schedule", "1f1c"), "Did you mean '1f1b'?"),
         (("schedule", "1f1b", "--pp", "0"), "at least 1 stage"),
         (("schedule", "naive", "--microbatches", "2"), "Set microbatches 1"),
+        (
+            ("schedule", "interleaved", "--chunks", "1"),
+            "puts 2 or more stages on a rank, but chunks is 1. Set chunks 2.",
+        ),
+        (("schedule", "zb-h1", "--chunks", "3"), "but chunks is 3. Set chunks 1."),
+        (("schedule", "all", "--pp", "0"), "at least 1 stage"),
+        (("schedule", "all", "--pp", "100000", "--microbatches", "100000"), "the most is 32,768"),
         (("schedule", "gpipe", "--pp", "100000", "--microbatches", "100000"), "the most is 32,768"),
         (("schedule", "1f1b", "--svg", "/no/such/place.svg"), "cannot be written: no such file or directory."),
         (("schedule", "1f1b", "--svg", "/"), "cannot be written: is a directory."),
@@ -292,6 +299,22 @@ def test_a_name_with_a_newline_stays_in_one_line(refused: Refusals) -> None:
 )
 def test_a_config_json(refused: Refusals, config: str | bytes | dict[str, Any], words: str) -> None:
     assert words in refused.model(config)
+
+
+def test_a_check_that_the_machine_has_no_room_for(plait: Driver, refused: Refusals, tmp_path: Path) -> None:
+    """Memory for the model as it is, and files of a proof that is longer than any disk."""
+    large = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 32000}
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "config.json").write_text(json.dumps({**TINY, **large}))
+    said = plait.run("check", tmp_path / "large", "--full", "--pp", 2).refused("GiB for 2 ranks", "leave --full out")
+    millions, reference, ranks, have = map(number, re.findall(r"([\d,.]+) (?:M|GiB)", said))
+    assert reference > millions * 1e6 * 160 / 2**30 > ranks > have
+    said = refused.flags("--prove", 10**7, "--steps", 10**7)
+    assert re.search(r"takes [\d,.]+ GiB of files in \S+, which has [\d,.]+ GiB free: set TMPDIR", said)
+
+
+def number(text: str) -> float:
+    return float(text.replace(",", ""))
 
 
 def test_a_folder_with_weights_that_cannot_be_read(refused: Refusals) -> None:

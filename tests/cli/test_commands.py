@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from plait.design.schedule import METHODS
 from tests.cli.commands import PATIENCE_S, Driver, until
 
 LAYOUT = ("--dp", 2, "--pp", 2)
@@ -309,6 +310,23 @@ def test_schedules_are_drawn(plait: Driver, tmp_path: Path, name: str, microbatc
         assert (ended.code, ended.err) == (0, "")
         assert f"bubble {bubble}" in ended.out.replace("\n", " ")
     assert svg.read_text().startswith("<svg")
+
+
+def test_all_schedules_are_compared_and_drawn(plait: Driver, tmp_path: Path) -> None:
+    command = ("schedule", "all", "--pp", 2, "--microbatches", 4)
+    ended = plait.run(*command, "--svg", tmp_path / "all.svg", env={"COLUMNS": "80"})
+    assert (ended.code, ended.err) == (0, "")
+    rows = {words[0]: words[1:] for line in ended.out.splitlines() if (words := line.split())}
+    assert rows["1f1b"][:6] == ["1", "20.0%", "15", "F", "2", "1.00"]
+    assert rows["naive"][:4] == ["The", "schedule", "naive", "takes"]
+    for name in METHODS:
+        assert f"{name}, 2 ranks" in ended.out or rows[name][0] == "The", name
+    assert "1f1b, 2 ranks, 4 microbatches: bubble 20.0%, 15 F" in (tmp_path / "all.svg").read_text()
+    ended = plait.run(*command, "--json")
+    found = {one["schedule"]: one for one in map(json.loads, ended.out.splitlines())}
+    assert list(found) == list(METHODS)
+    assert found["1f1b"]["live"] == [2, 1]
+    assert "refused" in found["naive"]
 
 
 def test_doctor(plait: Driver) -> None:

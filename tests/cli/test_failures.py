@@ -170,7 +170,7 @@ def test_a_process_that_a_rank_started_does_not_hold_up_the_end(
     assert ended.seconds < SOON_S
 
 
-def test_numbers_that_go_bad(plait: Driver, small: Sequence[object], tmp_path: Path) -> None:
+def test_p032_numbers_that_go_bad(plait: Driver, small: Sequence[object], tmp_path: Path) -> None:
     more = ("--dp", 2, "--lr", "1e30", "--clip", 0, "--steps", 20, "--out", tmp_path / "run")
     ended = plait.run(*small, *more)
     assert ended.code == 7, ended.err

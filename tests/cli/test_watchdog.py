@@ -126,9 +126,9 @@ PLACES = {
     "forward": f"{FORWARD}\ns.Stage.forward = broken",
     "backward": (
         "import plait.runtime.parallel.pipeline as s\nreal = lambda *given: given[-1]\nback = s.Pipeline._backward\n"
-        "def backward(line, m):\n"
-        "    line.outputs[m].register_hook(broken)\n"
-        "    back(line, m)\n"
+        "def backward(line, stage, m):\n"
+        "    line._graphs[stage, m].node.register_prehook(broken)\n"
+        "    back(line, stage, m)\n"
         "s.Pipeline._backward = backward\n"
     ),
     "optimizer": "import plait.runtime.training.optimizer as s\nreal = s.Optimizer.step\ns.Optimizer.step = broken",

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.design.cost.traffic import traffic
-from plait.design.errors import PlanError
+from plait.design.errors import PlanError, listed
 from plait.design.facts import ModelFacts
 from plait.design.mesh import AXES
-from plait.design.plan import RULES, Plan, legal_tp, validate
-from plait.design.schedule import SCHEDULES
+from plait.design.plan import RULES, Plan, Rule, legal_tp, validate
+from plait.design.schedule import METHODS, RUNS
 from plait.design.sharding import shard
 from tests.design.facts import llama
 
@@ -34,23 +34,39 @@ def numbers(words: str) -> list[int]:
     return [int(word) for word in re.findall(r"\d+", words)]
 
 
+def said(rule: Rule, plan: Plan, facts: ModelFacts) -> str | None:
+    """A rule's sentence: what it returns, or what is raised on the way."""
+    try:
+        return rule(plan, facts)
+    except PlanError as error:
+        return str(error)
+
+
 def ways(text: str) -> list[dict[str, Any]]:
     """The changes that a sentence proposes."""
     found: list[dict[str, Any]] = []
     for field in ("batch", "pp", "seq", "dp"):
         found += [{field: int(n)} for n in re.findall(rf"set {field} (\d+)", text)]
     found += [{"ranks": int(n)} for n in re.findall(r"start (\d+) ranks", text)]
+    found += [{"microbatches": int(n)} for n in re.findall(r"or microbatches (\d+) or less", text)]
+    found += [{"balance": word} for word in re.findall(r"set balance (\w+)", text)]
     for product, each in re.findall(rf"product is (\d+) \(each one of {NUMBERS}\)", text):
         found += [
             dict(zip(("dp", "tp", "pp"), degrees, strict=True))
             for degrees in itertools.product(numbers(each), repeat=3)
             if degrees[0] * degrees[1] * degrees[2] == int(product)
         ]
-    for field, words in (("microbatches", r"or microbatches "), ("microbatches", "Set microbatches "), ("tp", "tp ")):
-        end = r"\." if field == "tp" or words.startswith("or") else ","
+    for field, words in (("microbatches", "Set microbatches "), ("tp", "tp ")):
+        end = r"\." if field == "tp" else ","
         found += [{field: n} for match in re.findall(rf"{words}{NUMBERS}{end}", text) for n in numbers(match)]
-    for names in re.findall(r"use ([\w, ]+?)[.]", text):
+    for names in re.findall(r"use ([\w, -]+?)[.]", text):
         found += [{"schedule": name} for name in re.split(", | or ", names)]
+    found += [{"schedule": name} for name in re.findall(r"set schedule ([\w-]+), which", text)]
+    found += [{"chunks": int(n)} for n in re.findall(r"Set chunks (\d+)", text)]
+    for degree in re.findall(r"set schedule 1f1b, chunks 0, pp (\d+)", text):
+        found.append({"schedule": "1f1b", "chunks": 0, "pp": int(degree)})
+    for names in re.findall(r"use ([\w, ]+) or the blocks", text):
+        found += [{"balance": name} for name in names.split(", ")]
     return found
 
 
@@ -93,11 +109,24 @@ def test_p134_batch_smaller_than_dp() -> None:
     assert accepted(follow(plan, {"batch": 8}), llama())
 
 
-def test_p049_batch_that_does_not_divide() -> None:
-    plan = Plan(batch=12, dp=2, microbatches=4)
+def test_p049_rows_that_do_not_divide_by_the_microbatches() -> None:
+    plan = Plan(batch=16, dp=2, microbatches=3)
+    validate(plan, llama())
+    assert plan.microbatch_rows == (3, 3, 2)
+
+
+def test_batch_that_does_not_divide_over_dp() -> None:
+    plan = Plan(batch=13, dp=2, microbatches=4)
     text = sentence(plan, llama())
-    assert "batch 12 does not divide into dp 2 x microbatches 4 = 8 equal parts" in text
-    assert ways(text) == [{"batch": 16}, *({"microbatches": m} for m in (1, 2, 3, 6))]
+    assert text == "batch 13 does not divide into dp 2 equal parts: set batch 14."
+    assert accepted(follow(plan, {"batch": 14}), llama())
+
+
+def test_fewer_rows_than_microbatches() -> None:
+    plan = Plan(batch=12, dp=2, microbatches=7)
+    text = sentence(plan, llama())
+    assert text == "batch 12 < dp 2 x microbatches 7 = 14: set batch 14, or microbatches 6 or less."
+    assert ways(text) == [{"batch": 14}, {"microbatches": 6}]
     assert all(accepted(follow(plan, way), llama()) for way in ways(text))
 
 
@@ -109,7 +138,7 @@ def test_p045_more_tp_ranks_than_kv_heads() -> None:
     assert all(accepted(follow(plan, way), facts) for way in ways(text))
 
 
-def test_vocabulary_that_does_not_divide() -> None:
+def test_p043_vocabulary_that_does_not_divide() -> None:
     plan, facts = Plan(tp=2), llama(vocabulary=97)
     text = sentence(plan, facts)
     assert "tp 2 does not divide the 97 vocabulary rows of model.embed_tokens.weight" in text
@@ -145,7 +174,36 @@ def test_schedules_that_cannot_be() -> None:
     assert ways(text) == [{"microbatches": 1}, {"schedule": "gpipe"}, {"schedule": "1f1b"}]
     assert all(accepted(follow(plan, way), llama()) for way in ways(text))
     text = sentence(Plan(schedule="1f1v"), llama())
-    assert text == "There is no schedule '1f1v'; use naive, gpipe or 1f1b. Did you mean '1f1b'?"
+    assert text == f"There is no schedule '1f1v'; use {listed(RUNS)}. Did you mean '1f1b'?"
+
+
+def test_a_schedule_that_no_run_takes() -> None:
+    text = sentence(Plan(schedule="dualpipe", pp=3), llama())
+    assert text == (
+        "The schedule dualpipe is for plait schedule only. It keeps two copies of the model, whose gradients no run "
+        "sums: set schedule dualpipe-v, which has the same pairs and one copy."
+    )
+    assert ways(text) == [{"schedule": "dualpipe-v"}]
+    assert accepted(Plan(schedule="dualpipe-v", pp=2), llama())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "near"), [("zb-v", 1, 2), ("v-min", 3, 2), ("1f1b", 2, 1), ("interleaved", 1, 2)]
+)
+def test_stages_that_a_schedule_does_not_put_on_a_rank(schedule: str, chunks: int, near: int) -> None:
+    plan = Plan(schedule=schedule, chunks=chunks, pp=2)
+    text = sentence(plan, llama())
+    assert f"The schedule {schedule} puts {near}" in text
+    assert f"but chunks is {chunks}" in text
+    assert ways(text) == [{"chunks": near}]
+    assert accepted(follow(plan, {"chunks": near}), llama())
+
+
+def test_more_stages_on_the_ranks_than_blocks() -> None:
+    text = sentence(Plan(schedule="zb-v", pp=3), llama(blocks=4))
+    assert text == "pp 3 x 2 stages a rank = 6 stages need a block each, but the model has 4 blocks: set pp 2 or less."
+    text = sentence(Plan(schedule="zb-v", pp=3), llama(blocks=1))
+    assert ways(text) == [{"schedule": "1f1b", "chunks": 0, "pp": 1}]
 
 
 # --- all rules at once
@@ -156,7 +214,8 @@ plans = st.builds(
     dp=st.integers(1, 4),
     tp=st.integers(1, 5),
     pp=st.integers(1, 6),
-    schedule=st.sampled_from([*SCHEDULES, "zigzag"]),
+    schedule=st.sampled_from([*METHODS, "zigzag"]),
+    balance=st.sampled_from(["uniform", "uniform", "parameters", "cost", "2,1", "1,2,1,1", "even"]),
     microbatches=st.integers(1, 5),
     batch=st.integers(1, 30),
     seq=st.sampled_from([8, 128, 200]),
@@ -177,20 +236,23 @@ def test_advice_is_accepted_when_followed(plan: Plan, facts: ModelFacts) -> None
     """Every way out of a sentence silences its rule, and following the first way again and again ends in a plan that
     is accepted, for there is no advice that goes in a circle."""
     for _ in range(2 * len(RULES)):
-        failing = [(rule, text) for rule in RULES if (text := rule(plan, facts))]
-        if not failing:
+        # Each rule may take for granted what those before it hold.
+        failing = next(((rule, text) for rule in RULES if (text := said(rule, plan, facts))), None)
+        if failing is None:
             break
-        rule, text = failing[0]
+        rule, text = failing
         assert sentence(plan, facts) == text
         options = ways(text)
         assert options, text
         for way in options:
             if way == {"schedule": "naive"} and plan.microbatches > 1:
                 continue  # a list of all schedules names naive too, which then asks for one microbatch
-            assert rule(follow(plan, way), facts) is None, (text, way)
+            assert said(rule, follow(plan, way), facts) is None, (text, way)
         plan = follow(plan, options[0])
     validate(plan, facts)
-    assert plan.microbatch_rows * plan.dp * plan.microbatches == plan.batch
+    assert sum(plan.microbatch_rows) * plan.dp == plan.batch
+    assert len(plan.microbatch_rows) == plan.microbatches
+    assert 1 <= min(plan.microbatch_rows) <= plan.microbatch_rows[0] <= min(plan.microbatch_rows) + 1
     assert len(shard(facts, plan).parts) == len(facts.parameters)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -170,7 +171,62 @@ def test_ten_blocks_on_any_number_of_stages(pp: int) -> None:
     assert on[0][0].name == "model.embed_tokens.weight"
     assert [part.name for part in on[-1][-2:]] == ["model.norm.weight", "lm_head.weight"]
     for stage, held in enumerate(on):
-        assert all(one.first.owner == stage and one.first.compute.stages == (stage,) for one in held)
+        assert all(one.first.owner == stage and one.first.compute.places == (stage,) for one in held)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "placement"),
+    [
+        ("interleaved", 2, (0, 1, 0, 1)), ("interleaved", 3, (0, 1, 0, 1, 0, 1)), ("zb-v", 0, (0, 1, 1, 0)),
+        ("dualpipe-v", 0, (0, 1, 1, 0)), ("zb-h1", 0, (0, 1)),
+    ],
+)  # fmt: skip
+def test_several_stages_at_a_place(schedule: str, chunks: int, placement: tuple[int, ...]) -> None:
+    """Each stage's blocks are at its rank and nowhere else; a place holds its stages', each parameter once."""
+    facts, plan = llama(blocks=7), Plan(pp=2, tp=2, schedule=schedule, chunks=chunks, microbatches=2)
+    sharding = shard(facts, plan)
+    assert sharding.placement == plan.placement == placement
+    stages = range(len(placement))
+    assert [held.name for stage in stages for held in sharding.on_stage(stage)] == [p.name for p in facts.parameters]
+    for stage in stages:
+        for held in sharding.on_stage(stage):
+            for part in held.parts:
+                assert part.places == part.compute.places == part.stored.places == (placement[stage],)
+                assert part.owner == placement[stage]
+                assert part.stages_at(placement[stage]) == (stage,)
+                assert part.stages_at(1 - placement[stage]) == ()
+    for place in (0, 1):
+        here = sharding.stages_at(place)
+        assert here == tuple(stage for stage in stages if placement[stage] == place)
+        names = [held.name for held in sharding.at(place)]
+        assert names == [held.name for stage in here for held in sharding.on_stage(stage)]
+        assert len(names) == len(set(names))
+        for rank in range(sharding.mesh.size):
+            holds = any(part.compute.box(sharding.mesh, rank) for held in sharding.at(place) for part in held.parts)
+            assert holds == (sharding.mesh.coordinate(rank)["pp"] == place)
+
+
+def tied(blocks: int) -> ModelFacts:
+    """A llama whose head is its embedding's weight."""
+    facts = llama(blocks=blocks)
+    embedding = replace(facts.parameters[0], tied=(("lm_head", "weight"),))
+    return replace(facts, parameters=(embedding, *facts.parameters[1:-1]))
+
+
+@pytest.mark.parametrize(("schedule", "places"), [("1f1b", (0, 1)), ("interleaved", (0, 1)), ("zb-v", (0, 0))])
+def test_a_tied_weight_is_where_its_stages_are(schedule: str, places: tuple[int, int]) -> None:
+    """Two ends of a V are on one rank: its place holds the weight once, for two stages, and owns it."""
+    plan = Plan(pp=2, schedule=schedule)
+    sharding = shard(tied(4), plan)
+    part = sharding.parameter("model.embed_tokens.weight").first
+    last = plan.stages - 1
+    assert part.uses == ((0, "model.embed_tokens"), (last, "lm_head"))
+    assert part.places == places
+    assert part.compute.places == tuple(dict.fromkeys(places))
+    assert part.stages_at(0) == ((0, last) if places == (0, 0) else (0,))
+    assert part.stages_at(1) == (() if places == (0, 0) else (last,))
+    assert [part.parameter in {held.name for held in sharding.at(place)} for place in (0, 1)] == [True, 1 in places]
+    assert part.stored.places == (0,)
 
 
 def test_there_is_no_eleventh_block() -> None:
@@ -200,13 +256,29 @@ def test_buckets(limit: int, item: int, degrees: tuple[int, int], bias: bool) ->
     pp, tp = degrees
     sharding = shard(llama(bias=bias), Plan(dp=2, pp=pp, tp=tp))
     for rank in range(sharding.mesh.size):
-        held = sharding.on_stage(sharding.mesh.coordinate(rank)["pp"])
+        held = sharding.at(sharding.mesh.coordinate(rank)["pp"])
         found = buckets(held, sharding.mesh, rank, limit, item)
         assert list(itertools.chain(*found)) == list(reversed(held))
         sizes = [[one.elements(sharding.mesh, rank) * item for one in bucket] for bucket in found]
         assert all(sum(size) <= limit or len(size) == 1 for size in sizes)
         assert all(sum(size) + after[0] > limit for size, after in itertools.pairwise(sizes))
         assert all(len({one.first.summed_over for one in bucket}) == 1 for bucket in found)
+
+
+@pytest.mark.parametrize(("schedule", "first"), [("interleaved", 2), ("zb-v", 3)])
+@pytest.mark.parametrize("limit", [0, 5_000, 1 << 30])
+def test_buckets_are_of_one_stage_the_last_first(schedule: str, first: int, limit: int) -> None:
+    """Backward ends with the last stage first; a bucket that mixed stages would wait for the earlier ones. A weight that
+    both ends of a V use is whole with the first of them."""
+    sharding = shard(tied(4), Plan(dp=2, pp=2, schedule=schedule))
+    found = buckets(sharding.at(0), sharding.mesh, 0, limit, 4)
+    names = [{one.first.stages_at(0)[0] for one in bucket} for bucket in found]
+    assert all(len(stages) == 1 for stages in names)
+    order = [stages.pop() for stages in names]
+    assert order == sorted(order, reverse=True)
+    assert set(order) == {0, first}
+    assert sorted(one.name for bucket in found for one in bucket) == sorted(one.name for one in sharding.at(0))
+    assert found[-1][-1].name == "model.embed_tokens.weight"
 
 
 def test_no_parts_no_buckets() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from plait.design.mesh import AXES
 from plait.design.plan import Plan, validate
-from plait.design.schedule import SCHEDULES, Kind
+from plait.design.schedule import METHODS, Kind
 from plait.design.styles import STYLES
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -52,7 +52,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_schedule_style_axis_and_kind_is_explained() -> None:
-    for name in SCHEDULES:
+    for name in METHODS:
         assert (DOCS / "methods" / f"{name}.md").exists()
     glossary = (DOCS / "glossary.md").read_text(encoding="utf-8")
     tensor = (DOCS / "methods" / "tensor.md").read_text(encoding="utf-8")

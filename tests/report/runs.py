@@ -13,8 +13,9 @@ from plait.design.cost.memory import memory
 from plait.design.cost.traffic import traffic
 from plait.design.plan import Plan
 from plait.design.records import MemoryBill, StepTime, Timeline
-from plait.design.schedule import Action, Kind, lower, make
+from plait.design.schedule import Action, Kind, lower
 from plait.design.simulate import simulate
+from plait.design.table import table
 from plait.report import record
 from plait.report.record import RunRecord, Sample
 from tests.design.facts import llama
@@ -22,7 +23,8 @@ from tests.design.facts import llama
 
 def seconds(action: Action) -> float:
     """A clock on which the last of a few stages is slower and a send takes its time."""
-    work = {Kind.FORWARD: 0.010, Kind.BACKWARD: 0.020, Kind.SEND_ACTIVATION: 0.001, Kind.REDUCE: 0.004}
+    work = {Kind.FORWARD: 0.010, Kind.BACKWARD: 0.020, Kind.BACKWARD_INPUT: 0.011, Kind.BACKWARD_WEIGHT: 0.009,
+            Kind.SEND_ACTIVATION: 0.001, Kind.REDUCE: 0.004}  # fmt: skip
     return work.get(action.kind, 0.0) * (1.5 if action.stage == 1 else 1.0)
 
 
@@ -40,7 +42,7 @@ def times(rank: int, **changes: float) -> StepTime:
 def made(*, blocks: int = 4, **fields: Any) -> RunRecord:
     plan = Plan(**{"model": "llama-tiny", "batch": 16, "seq": 32, **fields})
     facts = llama(blocks=blocks)
-    schedule = lower(make(plan.schedule, plan.pp, plan.microbatches), reduce=True)
+    schedule = lower(table(plan, facts), reduce=True)
     simulated = simulate(schedule, seconds)
     rows = tuple(traffic(plan, facts))
     bills = tuple(memory(plan, facts))

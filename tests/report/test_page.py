@@ -64,6 +64,7 @@ def drawn(where: Path, made: RunRecord, **more: Any) -> str:
 LAYOUTS: list[dict[str, Any]] = [
     {}, {"dp": 2, "tp": 2, "pp": 2, "microbatches": 4},
     {"pp": 4, "microbatches": 8, "schedule": "gpipe", "compute": "bf16"},
+    {"pp": 2, "dp": 2, "microbatches": 4, "schedule": "interleaved"}, {"pp": 2, "microbatches": 4, "schedule": "zb-h1"},
 ]  # fmt: skip
 
 
@@ -134,10 +135,37 @@ def test_the_slowest_stage_is_named_and_the_bubble_is_the_records(tmp_path: Path
     made = runs.made(pp=4, microbatches=8)
     text = drawn(tmp_path, made)
     assert max(stage_times(made.measured), key=lambda one: one.seconds).stage == 1
-    assert "The slowest stage is pp 1: 49.5 ms a microbatch" in text
+    assert "The slowest stage is 1, on pp 1: 49.5 ms a microbatch" in text
+    assert "The slowest rank" not in text
     assert f"measured: {1000 * made.measured.seconds:.3g} ms, bubble {100 * made.measured.bubble:.1f}%" in text
     for action in ("2F0", "0B7"):
         assert f"<title>{action}: " in text
+
+
+def test_ranks_and_stages_are_told_apart(tmp_path: Path) -> None:
+    made = runs.made(pp=2, microbatches=4, schedule="interleaved")
+    times = stage_times(made.measured)
+    assert [(one.stage, one.rank) for one in times] == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    assert [one.seconds for one in times] == pytest.approx([0.033, 0.0495, 0.033, 0.033])
+    text = drawn(tmp_path, made)
+    assert "The slowest stage is 1, on pp 1: 49.5 ms a microbatch, forward and backward, 1.33 x the mean" in text
+    assert "The slowest rank is pp 1: 82.5 ms on its stages 1, 3 together, 1.11 x the mean of the ranks." in text
+    assert "<title>2F0: forward of microbatch 0, stage 2 on pp 0, " in text
+    assert "<h3>pp 0: stages 0, 2</h3>" in text
+    # Simulated and measured, 2 later stages, 4 microbatches, forward and backward.
+    assert text.count('<rect class="shade"') == 2 * 2 * 4 * 2
+    assert "shaded: a later stage of the rank" in text
+
+
+def test_a_backward_in_two_halves_has_two_colours_and_a_legend_of_its_own(tmp_path: Path) -> None:
+    made = runs.made(pp=2, microbatches=4, schedule="zb-h1")
+    text = drawn(tmp_path, made)
+    for kind, count in (("forward", 16), ("input", 16), ("weight", 16), ("backward", 0), ("shade", 0)):
+        assert text.count(f'<rect class="{kind}"') == count, kind
+        assert (f'<span class="swatch {kind}">' in text) == bool(count), kind
+    assert "<title>0W3: backward of the weights of microbatch 3, stage 0 on pp 0, " in text
+    assert "swatch reduce" not in text, "one replica sums nothing"
+    assert "backward of the weights, ms" in text
 
 
 def test_predicted_and_measured_that_differ_are_said_to(tmp_path: Path) -> None:
@@ -169,7 +197,7 @@ def test_shares_of_a_step_add_up() -> None:
 
 @pytest.mark.parametrize(("layout", "sentence"), [
     ({"pp": 16, "microbatches": 128, "batch": 256, "blocks": 16}, "16 of 16"),
-    ({"pp": 32, "dp": 4, "tp": 2, "microbatches": 64, "batch": 256, "blocks": 32}, "16 of 32 stages, evenly chosen"),
+    ({"pp": 32, "dp": 4, "tp": 2, "microbatches": 64, "batch": 256, "blocks": 32}, "16 of 32 pipeline ranks"),
 ])  # fmt: skip
 def test_large_runs_give_small_pages(tmp_path: Path, layout: dict[str, Any], sentence: str) -> None:
     text = drawn(tmp_path, runs.made(**layout), steps=20_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -109,15 +110,74 @@ def test_pair_shares_one_scale_only_between_two_clocks_of_seconds() -> None:
     assert own[2] == lines(timeline.draw(unit, width=80, title=""))[2]
 
 
-def test_grid_of_slots_in_bands() -> None:
-    assert lines(timeline.table(make("1f1b", 2, 2), width=80)) == [
-        "slot 0  1  2  3  4  5",
-        "pp 0 F0 F1 ·  B0 ·  B1",
-        "pp 1 ·  F0 B0 F1 B1 ·",
+def test_split_backward_has_cells_of_its_own() -> None:
+    shown = lines(timeline.draw(play("zb-h1", 2, 2), width=40, title="split"), 40)
+    assert shown == [
+        "split: bubble 14.3%, 7 units",
+        "pp 0 0───1───····<0<<+0++<1<<+1++  14.3%",
+        "pp 1 ····0───<0<<1───<1<<+0+++1++  14.3%",
+        "0─ forward  <0 backward of the input",
+        "+0 backward of the weights  · idle",
+        "% bubble of the rank",
     ]
-    bands = lines(timeline.table(make("1f1b", 2, 2), width=14))
-    assert bands[:3] == ["slot 0  1  2", "pp 0 F0 F1 ·", "pp 1 ·  F0 B0"]
-    assert bands[4:] == ["slot 3  4  5", "pp 0 B0 ·  B1", "pp 1 F1 B1 ·"]
+
+
+def test_later_stages_of_a_rank_are_doubled_and_the_legend_says_so() -> None:
+    drawn = simulate(lower(make("interleaved", 2, 2, 2)))
+    assert drawn.stages == ((0, 2), (1, 3))
+    shown = lines(timeline.draw(drawn, width=80, title="chunks"), 80)
+    assert shown[1].startswith("pp 0 0───1───0═══1═══········▓0▓▓▓▓▓▓····▓1▓▓▓▓▓▓█0███████1██████ ")
+    assert "0═▓0 a later stage of the rank" in shown[3]
+    assert "stage of the rank" not in lines(timeline.draw(play("1f1b", 2, 2), width=80, title=""))[3]
+    four = simulate(lower(make("interleaved", 2, 2, 4)))
+    assert "0═▓0 every second stage of the rank" in lines(timeline.draw(four, width=120, title=""), 120)[3]
+
+
+def pair() -> Timeline:
+    """A forward and a backward that run at the same time, after a forward."""
+    first = Span(0, Action(Kind.FORWARD, 0, 0), 0, 2)
+    both = [Span(0, Action(kind, 0, m), 2, 8) for kind, m in ((Kind.FORWARD, 1), (Kind.BACKWARD, 0))]
+    return Timeline(1, (first, *both))
+
+
+def test_two_at_the_same_time_share_their_cells() -> None:
+    shown = lines(timeline.draw(pair(), width=28, title="pair"), 28)
+    assert shown[1].startswith("pp 0 0───1▄▄▄▄▄0▄▄▄▄▄ ")
+    assert "0▄1▄ at the same time" in "\n".join(shown)
+    root = ET.fromstring(timeline.svg(pair(), title="pair"))
+    first, forward, backward = root.findall(f"{SVG}g[@class='spans']/{SVG}rect")
+    assert [one.get("class") for one in (first, forward, backward)] == ["forward", "forward", "backward"]
+    assert forward.get("x") == backward.get("x")
+    half = float(first.get("height", "")) / 2
+    assert float(forward.get("height", "")) == float(backward.get("height", "")) == half
+    assert float(backward.get("y", "")) == float(forward.get("y", "")) + half
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("zb-h1", 1), ("interleaved", 3)])
+@pytest.mark.parametrize("width", [20, 40, 80])
+def test_legends_fit_and_name_what_is_drawn(name: str, chunks: int, width: int) -> None:
+    shown = lines(timeline.draw(simulate(lower(make(name, 2, 4, chunks), reduce=True)), width=width, title=name), width)
+    assert max(map(len, shown)) <= width
+    words = " ".join(shown)
+    assert "gradient sum" not in words, "it takes no time on this clock"
+    assert ("of the weights" in words) == (name == "zb-h1")
+
+
+def test_svg_shades_the_stages_of_a_rank_from_below() -> None:
+    drawn = simulate(lower(make("interleaved", 2, 2, 3)))
+    root = ET.fromstring(timeline.svg(drawn, title="three stages a rank"))
+    rects = root.findall(f"{SVG}g[@class='spans']/{SVG}rect")
+    whole = max(float(rect.get("height", "")) for rect in rects)
+    shades = Counter(rect.get("height") for rect in rects if rect.get("class") == "shade")
+    # 2 ranks x 2 microbatches x forward and backward, on the second stage half and on the third all of the height.
+    assert shades == {f"{whole / 2:g}": 8, f"{whole:g}": 8}
+    assert "shaded: a later stage of the rank" in {text.text for text in root.iter(f"{SVG}text")}
+    split = ET.fromstring(timeline.svg(play("zb-h1", 2, 2), title="split"))
+    kinds = Counter(rect.get("class") for rect in split.findall(f"{SVG}g[@class='spans']/{SVG}rect"))
+    assert kinds == {"forward": 4, "input": 4, "weight": 4}
+    words = {text.text for text in split.iter(f"{SVG}text")}
+    assert {"backward of the input", "backward of the weights"} <= words
+    assert not {"backward", "gradient sum over dp", "shaded: a later stage of the rank"} & words
 
 
 def test_svg_has_one_rectangle_a_computation_and_names_its_bubble() -> None:

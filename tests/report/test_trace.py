@@ -15,7 +15,15 @@ from tests.report import runs
 
 
 @pytest.mark.parametrize(
-    "layout", [{}, {"dp": 2, "tp": 2, "pp": 2, "microbatches": 4}, {"pp": 4, "microbatches": 8}], ids=str
+    "layout",
+    [
+        {},
+        {"dp": 2, "tp": 2, "pp": 2, "microbatches": 4},
+        {"pp": 4, "microbatches": 8},
+        {"pp": 2, "microbatches": 4, "schedule": "interleaved"},
+        {"pp": 2, "microbatches": 4, "schedule": "zb-h1"},
+    ],
+    ids=str,
 )
 def test_a_trace_is_valid(tmp_path: Path, layout: dict[str, Any]) -> None:
     made = runs.made(**layout)
@@ -54,5 +62,5 @@ def test_times_are_microseconds_of_the_records() -> None:
     event = events[1, "1B0"]
     assert event["ts"] == pytest.approx(1e6 * span.start)
     assert event["dur"] == pytest.approx(1e6 * (span.end - span.start))
-    assert event["args"] == {"kind": "backward", "microbatch": 0}
+    assert event["args"] == {"kind": "backward", "stage": 1, "microbatch": 0}
     assert event["cat"] == "compute"

@@ -40,8 +40,8 @@ class Model:
         model = read(folder)
         with wide():
             sharding = shard(model.facts, plan)
-            self._stage = StageModel(model, sharding, 0, torch.float64, seed=plan.seed, attention=attention)
-            self._stage.materialise(sharding, 0, plan.seed, CPU)
+            self._stage = StageModel(model, sharding, 0, 0, torch.float64, seed=plan.seed, attention=attention)
+            self._stage.materialise(sharding, 0, plan.seed, CPU, {})
 
     def __call__(self, batch: Batch) -> Tensor:
         with wide(), torch.no_grad():

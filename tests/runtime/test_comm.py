@@ -49,8 +49,17 @@ def two_layers(style: str) -> Any:
                 second.bias.copy_(bias_down)
             shared = tensor.SharedInput(group)
             into = STYLES["colwise" if style == "rowwise" else style]
-            tensor.split(first, into, group, shared, start=0, gather=True, transposed=False)
-            tensor.split(second, STYLES["rowwise"], group, shared, start=0, gather=True, transposed=False)
+            tensor.split(first, into, group, shared, start=0, gather=True, transposed=False, multiply=tensor.product)
+            tensor.split(
+                second,
+                STYLES["rowwise"],
+                group,
+                shared,
+                start=0,
+                gather=True,
+                transposed=False,
+                multiply=tensor.product,
+            )
             mine_x = x.clone().requires_grad_(True)
             mine = first(mine_x)
             if style == "rowwise":

@@ -166,6 +166,15 @@ def test_each_sample_once_an_epoch_and_the_last_batch_smaller():
     assert (padding.document_ids == -1).all()
 
 
+@pytest.mark.parametrize(("rows", "dp"), [(6, 4), (20, 4), (1, 2)])
+def test_p058_p141_every_row_once_even_where_there_are_fewer_than_a_batch(rows, dp):
+    """Nothing is dropped, so there is always a step; and no row comes twice before all have come."""
+    plan = Plan(batch=8, seq=4, epochs=1, dp=dp)
+    ranks = [list(Batches(corpus_with(rows), plan, rank)) for rank in range(dp)]
+    assert {len(batches) for batches in ranks} == {-(-rows // 8)}
+    assert sorted(i for batches in ranks for batch in batches for i in ids(batch)) == list(range(rows))
+
+
 def test_steps_end_the_run_and_epochs_go_on_until_then():
     batches = Batches(corpus_with(3), Plan(batch=2, seq=4, steps=5), 0)
     assert batches.steps_total == 5

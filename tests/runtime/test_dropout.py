@@ -180,7 +180,7 @@ def test_every_way_to_drop_is_keyed_while_it_is_entered() -> None:
 def test_models_without_dropout_pay_nothing(tmp_path: Path, family: str, drop: dict[str, float], does: bool) -> None:
     model = read(write(tmp_path, family, **drop))
     plan = Plan(model=model.name)
-    stage = StageModel(model, shard(model.facts, plan), 0, torch.float32, seed=7)
+    stage = StageModel(model, shard(model.facts, plan), 0, 0, torch.float32, seed=7)
     assert drops(stage.module) is does
 
 
@@ -194,8 +194,8 @@ def test_nothing_is_dropped_without_gradients(tmp_path: Path, family: str, drop:
     for changes in (drop, {}):
         model = read(write(tmp_path, family, **changes))
         sharding = shard(model.facts, Plan(model=model.name))
-        stage = StageModel(model, sharding, 0, torch.float64, seed=7)
-        stage.materialise(sharding, 0, 7, torch.device("cpu"))
+        stage = StageModel(model, sharding, 0, 0, torch.float64, seed=7)
+        stage.materialise(sharding, 0, 7, torch.device("cpu"), {})
         trained = stage.forward(batch, None).detach()
         with torch.no_grad():
             found.append(stage.forward(batch, None))

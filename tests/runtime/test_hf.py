@@ -59,7 +59,7 @@ def test_the_model_stays_transformers_own(tiny: Models) -> None:
     before = dict(vars(LlamaForCausalLM))
     config = model.config.to_dict()
     plan = Plan(model=model.name, pp=2)
-    stage = StageModel(model, shard(model.facts, plan), 1, torch.float32, seed=plan.seed)
+    stage = StageModel(model, shard(model.facts, plan), 1, 1, torch.float32, seed=plan.seed)
     assert type(stage.module) is LlamaForCausalLM
     assert model.config.to_dict() == config
     assert dict(vars(LlamaForCausalLM)) == before
@@ -78,8 +78,8 @@ def test_stages_hold_their_parameters_once_and_equal_the_whole(tiny: Models) -> 
     hidden = None
     batch = Batch.of(torch.arange(34).view(2, 17) % 96)
     for index in range(3):
-        stage = StageModel(model, sharding, index, torch.float32, seed=plan.seed)
-        stage.materialise(sharding, rank=index, seed=plan.seed, device=CPU)
+        stage = StageModel(model, sharding, index, index, torch.float32, seed=plan.seed)
+        stage.materialise(sharding, rank=index, seed=plan.seed, device=CPU, kept={})
         for name, parameter in stage.parameters().items():
             assert name not in seen
             seen.add(name)

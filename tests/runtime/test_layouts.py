@@ -11,7 +11,7 @@ import pytest
 from plait.check.batches import awkward_batches
 from plait.check.places import BYTES, WORDS, Verdict
 from plait.check.proof import prove
-from plait.design.plan import Plan
+from plait.design.plan import Plan, stage_blocks
 from plait.runtime.hf.read import read
 from tests.conftest import Models
 from tests.nursery import Nursery
@@ -51,7 +51,7 @@ def name(layout: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("layout", PRODUCTS + FOURS, ids=name)
-def test_products_of_degrees(nursery: Nursery, layout: dict[str, Any]) -> None:
+def test_p132_products_of_degrees(nursery: Nursery, layout: dict[str, Any]) -> None:
     batch = 4 * layout.get("dp", 1) * 2
     assert_equal(nursery, model="llama-tiny", batch=batch, microbatches=2, **layout)
 
@@ -74,10 +74,44 @@ def test_p047_blocks_that_do_not_divide(nursery: Nursery, tiny: Models, pp: int)
     assert_equal(nursery, model=tiny(num_hidden_layers=10), pp=pp, batch=8, microbatches=2)
 
 
+def test_p047_blocks_that_are_dealt_by_hand(nursery: Nursery, tiny: Models) -> None:
+    """10 blocks on 3 stages that differ, and on two stages a rank."""
+    model = tiny(num_hidden_layers=10)
+    assert_equal(nursery, model=model, pp=3, balance="2,7,1", batch=8, microbatches=2)
+    assert_equal(nursery, model=model, pp=2, tp=2, balance="1,4,2,3", schedule="interleaved", batch=8, microbatches=4)
+
+
+@pytest.mark.parametrize("balance", ["parameters", "cost"])
+def test_blocks_that_are_dealt_by_what_they_hold_and_cost(nursery: Nursery, tiny: Models, balance: str) -> None:
+    """A head as large as several blocks, tied to the embedding or not: the stages are not those of a uniform deal."""
+    for tied in (False, True):
+        model = tiny(num_hidden_layers=8, vocab_size=1200, tie_word_embeddings=tied)
+        plan = Plan(model=model, dp=2, pp=3, balance=balance, batch=8, microbatches=2)
+        blocks = stage_blocks(plan, read(model).facts)
+        assert blocks != stage_blocks(plan.model_copy(update={"balance": "uniform"}), read(model).facts)
+        assert_equal(nursery, **plan.model_dump(exclude_unset=True))
+
+
+def test_p049_eight_rows_in_three_microbatches(nursery: Nursery, tiny: Models) -> None:
+    """3, 3 and 2 rows over two stages, wide and as shipped, with packed rows among them."""
+    assert_equal(nursery, shipped=True, model=tiny(), pp=2, batch=8, microbatches=3)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1"])
+def test_rows_that_do_not_divide_by_the_microbatches(nursery: Nursery, tiny: Models, schedule: str) -> None:
+    """14 rows over dp 2, in 4 microbatches of 2 or 1."""
+    assert_equal(nursery, model=tiny(), dp=2, tp=2, pp=2, batch=14, microbatches=4, schedule=schedule)
+
+
+def test_rows_that_do_not_divide_accumulate(nursery: Nursery, tiny: Models) -> None:
+    assert_equal(nursery, model=tiny(), dp=2, batch=10, microbatches=4)
+
+
 @pytest.mark.parametrize("m", [1, 2, 3])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_p050_fewer_microbatches_than_stages(nursery: Nursery, tiny: Models, schedule: str, m: int) -> None:
-    assert_equal(nursery, model=tiny(), pp=4, batch=2 * m, microbatches=m, schedule=schedule)
+    model = tiny(num_hidden_layers=8) if schedule == "interleaved" else tiny()
+    assert_equal(nursery, model=model, pp=4, batch=2 * m, microbatches=m, schedule=schedule)
 
 
 def test_p015_many_microbatches_through_stages(nursery: Nursery, tiny: Models) -> None:

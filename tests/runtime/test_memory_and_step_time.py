@@ -27,7 +27,11 @@ from tests.runtime.test_numbers import random_batch, rows_of
 LAYOUTS: list[dict[str, Any]] = [
     {}, {"compute": "bf16", "microbatches": 4}, {"dp": 2, "bucket_mb": 0.01}, {"tp": 4},
     {"pp": 4, "microbatches": 4, "schedule": "gpipe"}, {"dp": 2, "tp": 2, "pp": 2, "microbatches": 2},
-    {"tp": 2, "pp": 2, "microbatches": 4, "compute": "bf16"},
+    {"tp": 2, "pp": 2, "microbatches": 4, "compute": "bf16"}, {"microbatches": 3},
+    {"tp": 2, "pp": 2, "microbatches": 4, "loss_at": "first"},
+    {"pp": 2, "microbatches": 3, "balance": "3,1"}, {"pp": 3, "microbatches": 5, "balance": "1,2,1"},
+    {"tp": 2, "pp": 2, "microbatches": 3, "schedule": "gpipe", "balance": "1,3"},
+    {"pp": 2, "microbatches": 5, "schedule": "interleaved"},
 ]  # fmt: skip
 
 
@@ -83,7 +87,8 @@ def step_times(model: str, changes: dict[str, Any], loader_ms: float, compute_ms
     def main(world: World) -> Any:
         run = build(plan, world)
         if compute_ms:
-            forward = run.stage.forward
+            (stage,) = run.stages.values()
+            forward = stage.forward
 
             def slow(batch: Batch, received: Any) -> Any:
                 begin = time.perf_counter()
@@ -91,7 +96,7 @@ def step_times(model: str, changes: dict[str, Any], loader_ms: float, compute_ms
                 time.sleep(max(0.0, compute_ms / 1000 - (time.perf_counter() - begin)))
                 return output
 
-            run.stage.forward = slow  # type: ignore[method-assign]
+            stage.forward = slow  # type: ignore[method-assign]
 
         ready = [rows_of(random_batch(plan, seed=seed), world) for seed in range(steps)]
 

@@ -226,6 +226,17 @@ def test_p029_loss_of_bf16_logits_is_fp32() -> None:
     assert torch.allclose(mine.grad, logits64.grad, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("shape", [(24000, 512), (512, 24000), (3, 64, 20000)])
+def test_the_norm_of_a_large_tensor_is_exact(shape: tuple[int, ...]) -> None:
+    """fp32 that is added up as it comes is 4e-4 off here, and the clip factor with it."""
+    from plait.runtime.training.gradients import squared_norm
+
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    found = squared_norm([gradient, gradient[..., :7]], torch.device("cpu"))
+    exact = gradient.double().square().sum() + gradient[..., :7].double().square().sum()
+    assert float(found) == pytest.approx(float(exact), rel=1e-6)
+
+
 def test_metrics_are_json_lines(tmp_path: Path) -> None:
     from plait.runtime.training.loop import Metrics
     from plait.runtime.training.step import Report

@@ -28,6 +28,10 @@ from tests.runtime.test_numbers import random_batch, rows_of
 LAYOUTS: list[dict[str, Any]] = [
     {"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 4, "bucket_mb": 0.01}, {"tp": 4}, {"pp": 4, "schedule": "gpipe"},
     {"dp": 2, "tp": 2, "pp": 2}, {"dp": 2, "tp": 2, "pp": 2, "compute": "bf16"}, {"tp": 2, "pp": 4}, {},
+    {"tp": 2, "pp": 2, "compute": "bf16", "loss_at": "first"},
+    {"tp": 2, "pp": 2, "microbatches": 3, "balance": "3,1"}, {"dp": 2, "pp": 2, "microbatches": 3, "balance": "1,3"},
+    {"pp": 2, "tp": 2, "microbatches": 5, "schedule": "interleaved"},
+    {"pp": 3, "microbatches": 5, "balance": "1,1,2", "schedule": "zb-h1"},
 ]  # fmt: skip
 
 
@@ -146,28 +150,30 @@ def test_the_measured_timeline_is_the_schedule(nursery: Nursery) -> None:
                 assert all(ends[str(n)] <= starts[str(action)] + 1e-9 for n in needs(action, schedule))
 
 
-def overlap(rounds: int) -> Any:
-    """The order in which gradients become ready and buckets leave, on rank 0."""
+def overlap(changes: dict[str, Any]) -> Any:
+    """The order in which gradients become ready and buckets leave in a second step, on rank 0."""
     from plait.runtime.parallel.data import Buckets
 
     events: list[str] = []
     ready, start = Buckets.ready, Buckets._start
 
-    def seen_ready(self: Buckets, bucket: int) -> None:
-        if self._last:
-            events.append(f"ready {bucket}")
-        ready(self, bucket)
+    def seen_ready(self: Buckets, parameter: Any) -> None:
+        if self.final:
+            events.append(f"ready {self._bucket_of[parameter]}")
+        ready(self, parameter)
 
     def seen_start(self: Buckets) -> None:
-        events.append(f"start {self._started}")
+        events.append(f"start {len(self._handles)}")
         start(self)
 
     Buckets.ready, Buckets._start = seen_ready, seen_start  # type: ignore[method-assign]
-    plan = Plan(model="llama-tiny", dp=2, batch=8, seq=16, microbatches=2, bucket_mb=0.1)
+    plan = Plan(
+        **{"model": "llama-tiny", "dp": 2, "batch": 8, "seq": 16, "microbatches": 2, "bucket_mb": 0.1, **changes}
+    )
 
     def main(world: World) -> Any:
         run = build(plan, world)
-        for _ in range(rounds):
+        for _ in range(2):
             events.clear()
             run.step(rows_of(random_batch(plan, 512), world))
         return events
@@ -175,8 +181,14 @@ def overlap(rounds: int) -> Any:
     return launch(main, plan)[0]
 
 
-def test_buckets_leave_during_backward_in_one_order(nursery: Nursery) -> None:
-    events = nursery(overlap, 2)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"split_backward": True}, {"schedule": "interleaved", "chunks": 2},
+     {"model": "qwen3-tiny", "schedule": "interleaved", "chunks": 2, "split_backward": True}],
+    ids=str,
+)  # fmt: skip
+def test_buckets_leave_during_backward_in_one_order(nursery: Nursery, changes: dict[str, Any]) -> None:
+    events = nursery(overlap, changes)
     starts = [event for event in events if event.startswith("start")]
     assert len(starts) > 3
     assert starts == [f"start {number}" for number in range(len(starts))]
@@ -196,11 +208,11 @@ def unused(_: str) -> Any:
         assert module is not None
         gradient = next(iter(run.sink.gradients.values()))
         run.sink.begin()
-        run.sink.last_backward()
+        run.sink.final = True
         if world.rank == 0:
             gradient.fill_(2.0)
-            run.sink.ready(len(run.sink.buffers) - 1)
-        run.sink.finish()
+            run.sink.ready(next(iter(run.parameters.values())))
+        run.sink.finish(0)
         return [float(gradient.min()), float(gradient.max())]
 
     return launch(main, plan)

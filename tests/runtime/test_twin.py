@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.design.layout import balanced
-from plait.design.plan import RULES, Plan
+from plait.design.plan import RULES, Plan, stage_blocks
 from plait.runtime.batch import Batch
 from plait.runtime.comm.world import World
 from plait.runtime.hf.read import Model, from_config, read
@@ -136,6 +136,44 @@ def test_sizes_leave_the_same_remainders_and_never_grow(
     assert found.num_key_value_heads < 3 * tp + 2
 
 
+def shape_of(plan: Plan, model: Model) -> list[int]:
+    return [stop - start for start, stop in stage_blocks(plan, model.facts)]
+
+
+@pytest.mark.parametrize(
+    ("name", "balance", "pp", "fewer"),
+    [
+        ("8B", "7,9,9,7", 4, [2, 3, 3, 2]), ("8B", "1,11,19,1", 4, [1, 3, 4, 1]), ("8B", "16,16", 2, [2, 2]),
+        ("shallow", "1,2", 2, [1, 2]), ("SmolLM2", "8,8,7,7", 4, [3, 3, 2, 2]), ("70B", "cost", 8, None),
+        ("8B", "cost", 4, [4, 4, 3, 2]), ("8B", "parameters", 4, [2, 3, 3, 2]), ("SmolLM2", "parameters", 3, None),
+    ],
+)  # fmt: skip
+def test_a_twin_keeps_the_order_of_the_stages_sizes(name: str, balance: str, pp: int, fewer: list[int] | None) -> None:
+    whole, plan = model(name), Plan(pp=pp, balance=balance, seq=2048 if name == "8B" else 512)
+    small = twin(whole, plan)
+    before, after = shape_of(plan, whole), shape_of(small.plan, small.model)
+    assert fewer in (None, after)
+    for one, other in itertools.combinations(range(pp), 2):
+        assert (before[one] > before[other]) == (after[one] > after[other])
+        assert (before[one] == before[other]) == (after[one] == after[other])
+    assert all(min(2, old) <= new <= old for old, new in zip(before, after, strict=True))
+    assert f"balance {balance} -> {','.join(map(str, after))}" in small.shrunk
+    assert answers(small.plan, small.model) == answers(plan, whole) == [True] * len(RULES)
+
+
+@pytest.mark.parametrize("balance", ["16,17", "32", "0,32", "evenly"])
+def test_a_deal_that_is_refused_is_refused_of_the_twin(balance: str) -> None:
+    whole, plan = model("8B"), Plan(pp=2, balance=balance)
+    small = twin(whole, plan)
+    assert answers(small.plan, small.model) == answers(plan, whole) != [True] * len(RULES)
+
+
+def test_a_deal_leaves_room_for_every_kind_of_block() -> None:
+    found, _ = shrink(transformers.Gemma3TextConfig(), Plan(pp=2, balance="25,1"))
+    assert found.num_hidden_layers == 4
+    assert set(found.layer_types) == {"sliding_attention", "full_attention"}
+
+
 def test_a_small_model_is_its_own_twin(tiny: Models) -> None:
     for name in ("llama-tiny", tiny()):
         whole = read(name)
@@ -143,6 +181,7 @@ def test_a_small_model_is_its_own_twin(tiny: Models) -> None:
         small = twin(whole, Plan(tp=2, pp=2))
         assert small.model is whole
         assert small.shrunk == ()
+        assert small.plan == Plan(tp=2, pp=2)
     assert twin(read("llama-10m"), Plan()).shrunk
 
 

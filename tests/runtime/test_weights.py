@@ -63,8 +63,8 @@ def held(model: Model, layout: dict[str, int]) -> Iterator[tuple[str, int, Tenso
     plan = Plan(model=model.name, **layout)
     sharding = shard(model.facts, plan)
     for rank in range(plan.world):
-        stage = StageModel(model, sharding, rank, torch.float32, seed=plan.seed)
-        stage.materialise(sharding, rank, plan.seed, CPU)
+        stage = StageModel(model, sharding, rank, sharding.mesh.coordinate(rank)["pp"], torch.float32, seed=plan.seed)
+        stage.materialise(sharding, rank, plan.seed, CPU, {})
         assert not any(tensor.is_meta for tensor in (*stage.module.parameters(), *stage.module.buffers()))
         for name, tensor in stage.parameters().items():
             parameter = sharding.parameter(name)
@@ -142,7 +142,7 @@ def test_tied_weights_under_either_name(kept: str, tmp_path: Path) -> None:
     assert_saved(read(str(tmp_path)), own.state_dict())
 
 
-def test_tied_weights_with_two_values_are_refused(tmp_path: Path) -> None:
+def test_p069_tied_weights_with_two_values_are_refused(tmp_path: Path) -> None:
     folder = save(instance("llama", tie_word_embeddings=True), tmp_path)
     change(folder, lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1})
     refused(folder, "different values for model.embed_tokens.weight and lm_head.weight", "tie_word_embeddings to false")

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Generator, Tensor
 
+from ..design.layout import balanced
 from ..design.plan import Plan
 from ..runtime.batch import IGNORE, Batch
 
@@ -71,25 +73,35 @@ def _uneven(plan: Plan, batch: Batch, generator: Generator) -> Batch:
 
 
 def _empty_rank(plan: Plan, batch: Batch, generator: Generator) -> Batch:
-    return _without(_uneven(plan, batch, generator), plan.dp if plan.dp > 1 else plan.microbatches, generator)
+    uneven = _uneven(plan, batch, generator)
+    return _without(uneven, _ranks(plan) if plan.dp > 1 else _microbatches(plan), generator)
 
 
 def _empty_microbatch(plan: Plan, batch: Batch, generator: Generator) -> Batch:
-    return _without(_uneven(plan, batch, generator), plan.dp * plan.microbatches, generator)
+    return _without(_uneven(plan, batch, generator), _microbatches(plan), generator)
 
 
 def _nothing(plan: Plan, batch: Batch, generator: Generator) -> Batch:
     return replace(batch, targets=torch.full_like(batch.targets, IGNORE))
 
 
-def _without(batch: Batch, parts: int, generator: Generator) -> Batch:
-    """`batch` without targets in one of `parts` equal parts; as it is where there is only one."""
-    if parts == 1:
+def _ranks(plan: Plan) -> list[slice]:
+    """The rows of every dp rank."""
+    return [slice(*balanced(plan.batch, plan.dp, rank)) for rank in range(plan.dp)]
+
+
+def _microbatches(plan: Plan) -> list[slice]:
+    """The rows of every microbatch."""
+    ends = [0, *accumulate(plan.microbatch_rows * plan.dp)]
+    return [slice(*span) for span in pairwise(ends)]
+
+
+def _without(batch: Batch, parts: list[slice], generator: Generator) -> Batch:
+    """`batch` without targets in one of its `parts`; as it is where there is only one."""
+    if len(parts) == 1:
         return batch
-    size = batch.rows // parts
-    first = int(torch.randint(0, parts, (), generator=generator)) * size
     targets = batch.targets.clone()
-    targets[first : first + size] = IGNORE
+    targets[parts[int(torch.randint(0, len(parts), (), generator=generator))]] = IGNORE
     return replace(batch, targets=targets)
 
 

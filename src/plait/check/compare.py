@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..design.cost.traffic import traffic
@@ -28,15 +28,18 @@ from ..runtime.hf.read import Model
 from ..runtime.training.assemble import build
 from ..runtime.training.replicas import digest
 from ..runtime.training.step import Run
+from .bill import looks_inside
 from .cause import explained
 from .evidence import Evidence
 from .join import Findings, join
 from .observe import Observer
 from .places import BYTES, PARTS, Found, Place, Verdict, beside, boxes_of, output_of
-from .reference import computing, looks_inside, slack_key, step_file
+from .reference import computing, slack_key, step_file
 from .rounding import UPDATED
 
 POLL_S = 0.005
+HELD = "held"
+"""The name of what a rank has at the place that is asked for; a block's input has the block's."""
 
 
 def compare(
@@ -48,7 +51,7 @@ def compare(
         plan = plan.model_copy(update={"compute": numerics})
     with computing(numerics):
         run = build(plan, world, model=model, wide=numerics == "wide")
-    observer = Observer(run, inside=looks_inside(plan, model))
+    observer = Observer(run, inside=looks_inside(plan, model.facts))
     desk = _Desk(plan, run, model, observer, folder, numerics)
     observer.initial()
     verdict = desk.judge(0, None)
@@ -68,6 +71,7 @@ class _Desk:
         self._plan, self._run, self._observer = plan, run, observer
         self._model, self._folder, self._numerics = model, folder, numerics
         self._world = run.world
+        self._run_has_loss = run.has_loss
         self._sent = [row for row in traffic(plan, model.facts, wide=numerics == "wide") if row.rank == run.world.rank]
         self._boxes = {
             quantity: {
@@ -106,7 +110,7 @@ class _Desk:
         if place.microbatch // plan.microbatches != here["dp"]:
             return False
         if place.quantity == "share":
-            return bool(here["pp"] == plan.pp - 1)
+            return self._run_has_loss
         return place.quantity == "batch" or place.name in self._observer.modules
 
     def _find(self, step: int, key: str, whole: Any) -> Found:
@@ -173,28 +177,36 @@ class _Desk:
         _write(file, verdict.to_json())
 
     def _explain(self, verdict: Verdict, name: str) -> Verdict:
-        held = {}
+        held, inputs = {}, {}
         for rank in range(self._plan.world):
             file = self._folder / f"{name}-held-{rank}.safetensors"
             _wait(file)
-            with safe_open(file, framework="pt") as tensors:
-                if "held" in tensors.keys():  # noqa: SIM118 (not a mapping)
-                    held[rank] = tensors.get_tensor("held")
+            inputs[rank] = load_file(file)
+            if HELD in inputs[rank]:
+                held[rank] = inputs[rank].pop(HELD)
         evidence = Evidence(
-            self._plan, self._model, self._run.sharding, verdict.first, held, self._folder, self._numerics
+            self._plan, self._model, self._run.sharding, verdict.first, held, self._folder, self._numerics, inputs
         )
         return explained(verdict, evidence)
 
     def _show(self, key: str | None, file: Path) -> None:
-        """Writes what this rank has at the place that rank 0 asks for."""
+        """Writes what this rank has at the place that rank 0 asks for, and what its other blocks got of it."""
         if key is None or file.exists():
             return
         quantity, rest = key.split("|", 1)
         if quantity == "replicas":  # its name holds the quantity that the copies are of
             key = rest.split("|", 1)[1].replace(" of ", "||", 1)
+        microbatch = Place.of(0, key).microbatch
+        shown = {
+            place.name: tensor
+            for place, tensor in ((Place.of(0, seen), tensor) for seen, tensor in self._observer.seen.items())
+            if place.quantity == "input" and place.microbatch == microbatch and place.key != key
+        }
         held = self._observer.seen.get(key)
+        if held is not None:
+            shown[HELD] = held
         draft = file.with_suffix(".draft")
-        save_file({} if held is None else {"held": held.cpu().contiguous()}, draft)
+        save_file({name: tensor.cpu().contiguous() for name, tensor in shown.items()}, draft)
         os.replace(draft, file)
 
 

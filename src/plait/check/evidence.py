@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
@@ -26,7 +26,8 @@ CLOSE = 1e-6
 
 @dataclass
 class Evidence:
-    """`held` is what the ranks have at the place, by rank; a rank that has nothing there is missing."""
+    """`held` is what the ranks have at the place, by rank; a rank that has nothing there is missing. `inputs` is what
+    the other blocks of a rank got of that microbatch, by the block's name."""
 
     plan: Plan
     model: Model
@@ -35,6 +36,7 @@ class Evidence:
     held: dict[int, Tensor]
     folder: Path
     numerics: str
+    inputs: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     @property
     def place(self) -> Place:

@@ -1,8 +1,8 @@
 """What one rank of the layout has at each place: its slices, recorded while the run takes its steps.
 
-The run is not told: the recorder listens to its modules, and its stage's two methods are wrapped to learn which
-microbatch is at hand. Which one that is follows from the schedule (the n-th forward of the row), not from what the
-runtime says.
+The run is not told: the recorder listens to its modules, and its stages' two methods are wrapped to learn which
+microbatch is at hand. Which one that is follows from the schedule (the n-th forward of the stage in the row), not from
+what the runtime says.
 """
 
 from __future__ import annotations
@@ -25,28 +25,35 @@ class Observer:
         self._run = run
         self._recorder = Recorder()
         self._at_hand: int | None = None
-        stage = run.world.coordinate["pp"]
-        row = run.pipeline.schedule.rows[stage]
+        row = run.pipeline.schedule.rows[run.world.coordinate["pp"]]
         first = run.world.coordinate["dp"] * run.plan.microbatches
-        self._forwards = [first + action.microbatch for action in row if action.kind is Kind.FORWARD]
-        list_name, _ = find_blocks(run.body.module)
-        owned = {p.first.block for p in run.sharding.on_stage(stage) if p.first.block is not None}
-        blocks = {f"{list_name}.{number}" for number in owned}
-        modules = watched(run.body.module, blocks, inside=inside)
-        self.modules = set(modules)
-        self._recorder.attach(modules, blocks)
-        self._wrap()
+        self._forwards = {
+            stage: [first + a.microbatch for a in row if a.kind is Kind.FORWARD and a.stage == stage]
+            for stage in run.stages
+        }
+        self._turns: dict[int, list[int]] = {}
+        self.modules: set[str] = set()
+        for number, body in run.bodies.items():
+            list_name, _ = find_blocks(body.module)
+            owned = {p.first.block for p in run.sharding.on_stage(number) if p.first.block is not None}
+            blocks = {f"{list_name}.{block}" for block in owned}
+            modules = watched(body.module, blocks, inside=inside)
+            self.modules |= set(modules)
+            self._recorder.attach(modules, blocks)
+        for number in run.stages:
+            self._wrap(number)
 
     @property
     def seen(self) -> dict[str, Tensor]:
         return self._recorder.seen
 
-    def _wrap(self) -> None:
-        stage, recorder = self._run.stage, self._recorder
+    def _wrap(self, number: int) -> None:
+        stage, recorder = self._run.stages[number], self._recorder
         forward, loss = stage.forward, stage.loss
 
         def observed_forward(batch: Batch, received: Tensor | None) -> Tensor:
-            recorder.microbatch = self._turns.pop(0) if self._turns else None
+            turns = self._turns.get(number)
+            recorder.microbatch = turns.pop(0) if turns else None
             if recorder.microbatch is not None:
                 record_batch(recorder, batch, recorder.microbatch)
             output = forward(batch, received)
@@ -71,7 +78,7 @@ class Observer:
     def step(self, batch: Batch) -> None:
         """Takes a step on this rank's rows and records it."""
         self._recorder.seen = {}
-        self._turns = list(self._forwards)
+        self._turns = {number: list(turns) for number, turns in self._forwards.items()}
         self._at_hand = None
         self._report(self._run.step(batch, at=self._at))
 
@@ -87,7 +94,7 @@ class Observer:
         for quantity, value in (("loss", report.loss), ("norm", report.grad_norm), ("lr", run.optimizer.rate)):
             recorder.add(quantity, torch.tensor(value, dtype=torch.float64))
         recorder.add("clip", torch.tensor(self._clip(), dtype=torch.float64))
-        published = run.body.parameters()
+        published = run.parameters
         for name, weight in run.optimizer.weights.items():
             first, second = run.optimizer.moments(name)
             recorder.add("first moment", first, name)

@@ -30,6 +30,11 @@ class Recorder:
                 self._handles.append(module.register_forward_pre_hook(self._input(name), with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._output(name)))
 
+    def attach_factors(self, modules: dict[str, nn.Module]) -> None:
+        """From now on records what `modules` multiply by their weights: no place, but a factor of gradients."""
+        for name, module in modules.items():
+            self._handles.append(module.register_forward_pre_hook(self._factor(name)))
+
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
@@ -38,6 +43,13 @@ class Recorder:
     def _input(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._pass("input", name, args[0] if args else kwargs["hidden_states"])
+
+        return hook
+
+    def _factor(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if self.microbatch is not None:
+                self.add("factor", args[0], name, self.microbatch)
 
         return hook
 

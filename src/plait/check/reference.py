@@ -24,16 +24,15 @@ from torch import Tensor
 from ..design.plan import Plan
 from ..runtime.batch import IGNORE, Batch
 from ..runtime.hf.read import Model, find_blocks
+from ..runtime.hf.stage_model import transposed
 from ..runtime.hf.whole import WholeModel
 from ..runtime.training.optimizer import learning_rate
+from .bill import MOST_INSIDE, each_microbatch, looks_inside
 from .places import Place
 from .record import Recorder, watched
 from .rounding import DISTURBED, Rounding, disturb, largest, wide_bounds, wide_slack
 from .wide import wide
 
-MOST_INSIDE = 1 << 28
-"""Bytes of one step's tensors above which only blocks are recorded, and not every module inside them; and of its
-microbatches' gradients above which those are not kept."""
 TYPES = {"wide": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -46,16 +45,10 @@ def step_file(folder: Path, numerics: str, step: int) -> Path:
     return folder / f"{numerics}-{step}.safetensors"
 
 
-def looks_inside(plan: Plan, model: Model) -> bool:
-    """Whether the modules inside the blocks are compared, or the blocks only: a matter of memory."""
-    widths = sum(fact.shape[0] for fact in model.facts.parameters if len(fact.shape) > 1)
-    return plan.batch * plan.seq * 8 * 2 * widths <= MOST_INSIDE
-
-
 def reference(plan: Plan, model: Model, batches: list[Batch], folder: Path, numerics: str = "wide") -> None:
     """Takes a step on each of the global `batches` and writes a file for each, and one (step 0) for the initial weights,
     each published by a rename."""
-    inside = looks_inside(plan, model)
+    inside = looks_inside(plan, model.facts)
     steps = _steps(plan, model, batches, numerics, inside, None)
     if numerics == "wide":
         slack: dict[str, Tensor] = {}
@@ -107,6 +100,8 @@ def _steps(
     names = {f"{list_name}.{number}" for number in range(len(blocks))}
     recorder = Recorder()
     recorder.attach(watched(whole, names, inside=inside), names)
+    if inside and numerics == "wide":
+        recorder.attach_factors({name: m for name, m in whole.named_modules() if transposed(m) is not None})
     yield {Place(0, "initial weight", name).key: value.clone() for name, value in masters.items()}
     for step, batch in enumerate(batches):
         recorder.seen = {}
@@ -125,11 +120,13 @@ def _steps(
 def _accumulate(plan: Plan, whole: WholeModel, batch: Batch, gradients: dict[str, Tensor], recorder: Recorder) -> None:
     """Forward and backward of every microbatch; `gradients` gain theirs. What each gives is kept as well where that is
     little, wide: no place of a layout, but what a wrong gradient is taken apart with."""
-    size = sum(value.numel() * 8 for value in gradients.values() if value.dtype is torch.float64)
-    apart = 0 < size * plan.dp * plan.microbatches <= MOST_INSIDE
+    wide_ = sum(value.numel() for value in gradients.values() if value.dtype is torch.float64)
+    apart = 0 < each_microbatch(plan, wide_) <= MOST_INSIDE
     tokens = int((batch.targets != IGNORE).sum())
     loss = torch.zeros((), dtype=torch.float64)
-    for number, microbatch in enumerate(batch.split(plan.dp * plan.microbatches)):
+    # Each dp rank's rows by themselves, as they need not divide by the microbatches.
+    microbatches = [part for share in batch.split(plan.dp) for part in share.split(plan.microbatches)]
+    for number, microbatch in enumerate(microbatches):
         record_batch(recorder, microbatch, number)
         recorder.microbatch = number
         logits = whole.forward(microbatch)

@@ -13,7 +13,7 @@ from ..design.errors import PlanError, nearest
 from ..design.plan import Plan
 from ..report.words import counted
 from .flags import Values, named, resolve, takes_plan
-from .limits import refuse_memory
+from .limits import refuse_check
 from .terminal import Terminal
 
 STEPS = 3
@@ -57,6 +57,7 @@ def _run(plan: Plan, origin: dict[str, str], *, full: bool, plant: Callable[[], 
     from ..check.batches import awkward_batches
     from ..check.proof import prove
     from ..design.plan import validate
+    from ..design.table import settled
     from ..runtime.comm.nursery import refuse_too_many
     from ..runtime.comm.world import Rendezvous
     from ..runtime.hf.read import read
@@ -69,9 +70,15 @@ def _run(plan: Plan, origin: dict[str, str], *, full: bool, plant: Callable[[], 
     refuse_too_many(plan.world)
     small = twin(model, plan)
     if not full:
-        model = small.model
+        model, plan = small.model, small.plan
         validate(plan, model.facts)
-    refuse_memory(plan, model.facts, wide=True)
+    plan = settled(plan, model.facts)
+    way = (
+        "leave --full out, which checks a small twin"
+        if full and small.shrunk
+        else "take fewer ranks or a smaller batch"
+    )
+    refuse_check(plan, model.facts, STEPS, shipped=True, way=way)
     console = Terminal()
     if full or not small.shrunk:
         kind = "random parameters" if model.weights is None else f"parameters of {model.weights.said}"

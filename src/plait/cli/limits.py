@@ -4,19 +4,20 @@ fill one before any rule is asked."""
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
+from ..design.cost.memory import memory
 from ..design.errors import PlanError
 from ..design.facts import ModelFacts
 from ..design.plan import Plan
 
-MOST = {"ranks": 1 << 16, "dp": 1 << 16, "tp": 1 << 16, "pp": 1 << 16, "microbatches": 1 << 16, "batch": 1 << 20,
-        "seq": 1 << 24, "seed": (1 << 63) - 1, "steps": 1 << 40, "epochs": 1 << 40, "warmup": 1 << 40,
+MOST = {"ranks": 1 << 16, "dp": 1 << 16, "tp": 1 << 16, "pp": 1 << 16, "microbatches": 1 << 16, "chunks": 1 << 16,
+        "batch": 1 << 20, "seq": 1 << 24, "seed": (1 << 63) - 1, "steps": 1 << 40, "epochs": 1 << 40, "warmup": 1 << 40,
         "eval_every": 1 << 40, "sample_every": 1 << 40}  # fmt: skip
 MOST_SLOTS = 1 << 15
 """Stages x microbatches of one schedule. Its table is made and proven before a step: 32,768 take some seconds."""
-BYTES_AN_ELEMENT = 16
-"""Held in training: weight, gradient and AdamW's two moments, fp32 each."""
 
 
 def refuse_sizes(plan: Plan) -> None:
@@ -25,28 +26,63 @@ def refuse_sizes(plan: Plan) -> None:
         value = getattr(plan, key)
         if value > most:
             raise PlanError(f"{key} {value} is more than any run has: the most is {most:,}.")
-    refuse_schedule(plan.pp, plan.microbatches)
+    refuse_schedule(plan.stages, plan.microbatches)
 
 
-def refuse_schedule(pp: int, microbatches: int) -> None:
-    if pp * microbatches > MOST_SLOTS:
+def refuse_schedule(stages: int, microbatches: int) -> None:
+    if stages * microbatches > MOST_SLOTS:
         raise PlanError(
-            f"pp {pp} x microbatches {microbatches} = {pp * microbatches} places in a schedule, and the most is "
-            f"{MOST_SLOTS:,}: set microbatches {max(1, MOST_SLOTS // pp)} or less."
+            f"{stages} pipeline stages x microbatches {microbatches} = {stages * microbatches} places in a schedule, and "
+            f"the most is {MOST_SLOTS:,}: set microbatches {max(1, MOST_SLOTS // stages)} or less."
         )
 
 
-def refuse_memory(plan: Plan, facts: ModelFacts, *, wide: bool = False) -> None:
-    """Raises a `PlanError` when local ranks, and the one process that a check compares with, would hold more than this
-    machine has. GPUs have memory of their own, which is not counted here."""
+def refuse_memory(plan: Plan, facts: ModelFacts) -> None:
+    """Raises a `PlanError` when local ranks would hold more than this machine has: by their bills."""
+    bills = memory(plan, facts)
+    held, activations = sum(sum(bill.held) for bill in bills), sum(bill.activations for bill in bills)
+    have = _memory()
+    if have is not None and held + activations > have:
+        raise PlanError(
+            f"{plan.model} has {_parameters(facts)}: over {plan.world} local ranks training takes {_gib(held)} for "
+            f"weights, gradients and moments and {_gib(activations)} for activations, and this machine has {_gib(have)}: "
+            f"take a smaller model, dp, batch or seq, or more machines with torchrun."
+        )
+
+
+def refuse_check(plan: Plan, facts: ModelFacts, steps: int, *, shipped: bool, way: str) -> None:
+    """The same for the ranks with the one process that they are compared with, and for the files that they leave for each
+    other in the temporary folder. `way` is what to do about it."""
+    from ..check.bill import bill
+
+    found, have = bill(plan, facts, steps, shipped=shipped), _memory()
+    said = f"{plan.model} has {_parameters(facts)}: to check {steps} steps of it in fp64 takes"
+    if have is not None and found.memory > have:
+        raise PlanError(
+            f"{said} {_gib(found.reference)} of memory for one process and {_gib(found.ranks)} for {plan.world} ranks, "
+            f"and this machine has {_gib(have)}: {way}."
+        )
+    scratch = tempfile.gettempdir()
+    free = shutil.disk_usage(scratch).free
+    if found.files > free:
+        raise PlanError(
+            f"{said} {_gib(found.files)} of files in {scratch}, which has {_gib(free)} free: set TMPDIR to a folder with "
+            f"more, or {way}."
+        )
+
+
+def _memory() -> int | None:
+    """Bytes of this machine's memory. None where they are not known, and where ranks run on GPUs, whose memory is not
+    counted here."""
     if not hasattr(os, "sysconf") or Path("/dev/nvidiactl").exists():
-        return
-    copies = (plan.dp + 1) * 2 if wide else plan.dp
-    needed = facts.elements * BYTES_AN_ELEMENT * copies
-    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > have:
-        raise PlanError(
-            f"{plan.model} has {facts.elements / 1e9:,.1f} billion parameters; {plan.dp} copies of them in training "
-            f"{'and one process to compare with, in fp64, ' if wide else ''}take {needed / 2**30:,.0f} GiB, and this "
-            f"machine has {have / 2**30:,.0f}: take a smaller model or dp, or more machines with torchrun."
-        )
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _parameters(facts: ModelFacts) -> str:
+    millions = facts.elements / 1e6
+    return f"{millions:,.0f} M parameters" if millions >= 10 else f"{facts.elements:,} parameters"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB"

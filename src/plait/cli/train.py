@@ -13,8 +13,9 @@ import typer
 
 from ..design.errors import PlanError
 from ..design.plan import Plan, validate
+from ..design.table import settled
 from .flags import Values, named, resolve, takes_plan
-from .limits import refuse_memory
+from .limits import refuse_check, refuse_memory
 
 METRICS = "metrics.jsonl"
 
@@ -47,9 +48,14 @@ def train(
         here = here.of(plan)
     model = read(plan.model)
     validate(plan, model.facts)
+    plan = settled(plan, model.facts)
     if here is None:
         refuse_too_many(plan.world)
         refuse_memory(plan, model.facts)
+        if prove:
+            refuse_check(
+                plan, model.facts, prove, shipped=False, way="leave --prove out; plait check takes a small twin"
+            )
     folder = _folder(out, plan)
 
     def tokenise() -> None:

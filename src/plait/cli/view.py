@@ -45,13 +45,14 @@ class View:
         kind = "random parameters" if weights is None else f"parameters of {weights.said}"
         self._console.print(
             f"{plan.model} ({facts.family}, {facts.elements / 1e6:.1f} M {kind}, {facts.blocks} blocks) over "
-            f"{counted(plan.world, 'rank')}: {plan.mesh}, {plan.schedule}, {counted(plan.microbatches, 'microbatch')} of "
-            f"{plan.microbatch_rows} x {plan.seq} tokens",
+            f"{counted(plan.world, 'rank')}: {sharding_report.work(plan)}",
             soft_wrap=True,
         )
         self._console.print(f"text: {self._corpus.description}", soft_wrap=True)
         self._say_what_is_held_out()
         self._console.print(sharding_report.table(shard(facts, plan), plan))
+        if said := sharding_report.deal(plan, facts):
+            self._console.print(said, soft_wrap=True)
 
     def _say_what_is_held_out(self) -> None:
         part = evaluation_part(self._corpus, self._plan)

@@ -31,7 +31,7 @@ class ParameterFact:
     that dim is made of, in order (one piece without a name where the tensor is not fused). `reads` names the module's
     input (modules that read one and the same tensor, as q, k and v do, share the name), `decays` says whether weight
     decay applies (matrices: yes; norms and biases: no), `tied` names the further modules that use this very parameter,
-    each with its style.
+    each with its style, and `tied_blocks` the block of each of those (none given: all after the blocks).
     """
 
     module: str
@@ -45,6 +45,7 @@ class ParameterFact:
     reads: str
     decays: bool
     tied: tuple[tuple[str, str | None], ...] = ()
+    tied_blocks: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -57,8 +58,9 @@ class ParameterFact:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """One model: its sizes and its parameters, in the order in which a forward uses them. `head` names the module that
-    gives the logits, `experts_per_token` how many experts of a layer a token goes to (0: there are none),
+    """One model: its sizes and its parameters, in the order in which a forward uses them. `widths` says how wide each
+    block's output is (none given: `hidden`, and logits follow); `heads` is 0 where plait knows of none. `head` names the
+    module that gives the logits, `experts_per_token` how many experts of a layer a token goes to (0: there are none),
     `attention_dropout` which share of its attention weights training drops."""
 
     family: str
@@ -72,6 +74,7 @@ class ModelFacts:
     parameters: tuple[ParameterFact, ...]
     experts_per_token: int = 0
     attention_dropout: float = 0.0
+    widths: tuple[int, ...] = ()
 
     @property
     def elements(self) -> int:

@@ -52,12 +52,12 @@ class Cut:
 class Layout:
     """One tensor over all ranks.
 
-    `cuts` say how it is sliced; `stages` names the places on the pp axis that hold it at all (None: every one).
+    `cuts` say how it is sliced; `places` names the places on the pp axis that hold it at all (None: every one).
     """
 
     shape: tuple[int, ...]
     cuts: tuple[Cut, ...] = ()
-    stages: tuple[int, ...] | None = None
+    places: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         seen: set[str] = set()
@@ -69,9 +69,9 @@ class Layout:
             if seen & set(cut.axes):
                 raise ValueError(f"axis {sorted(seen & set(cut.axes))} cuts the same tensor twice")
             seen |= set(cut.axes)
-        if self.stages is not None and "pp" in seen:
+        if self.places is not None and "pp" in seen:
             raise ValueError(
-                "a layout on some stages cannot also be cut over pp: the slices of the others would be lost"
+                "a layout at some places of pp cannot also be cut over pp: the slices of the others would be lost"
             )
 
     def then(self, cut: Cut) -> Layout:
@@ -89,7 +89,7 @@ class Layout:
         return frozenset(axis for cut in self.cuts for axis in cut.axes)
 
     def holds(self, mesh: Mesh, rank: int) -> bool:
-        return self.stages is None or mesh.coordinate(rank).get("pp", 0) in self.stages
+        return self.places is None or mesh.coordinate(rank).get("pp", 0) in self.places
 
     def box(self, mesh: Mesh, rank: int) -> Box | None:
         """What `rank` holds, or None when it holds nothing. An empty slice is a box with start == stop."""

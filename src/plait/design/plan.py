@@ -8,15 +8,17 @@ a way out, and all of them are asked before any rank starts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from . import balance as dealing
 from .errors import PlanError, divisors, listed, nearest
 from .facts import ModelFacts
 from .layout import balanced
 from .mesh import AXES, Mesh
-from .schedule import make
+from .schedule import RUNS, method, placement_with_loss, suitable
 from .styles import style
 
 
@@ -44,7 +46,23 @@ class Plan(BaseModel):
     dp: int = Field(1, ge=1, description="Data parallel degree.")
     tp: int = Field(1, ge=1, description="Tensor parallel degree.")
     pp: int = Field(1, ge=1, description="Pipeline parallel degree.")
-    schedule: str = Field("1f1b", description="Pipeline schedule: naive, gpipe or 1f1b.")
+    schedule: str = Field("1f1b", description=f"Pipeline schedule: {listed(RUNS)}.")
+    chunks: int = Field(0, ge=0, description="Pipeline stages on each rank; 0: the least that the schedule takes.")
+    schedule_limit: float = Field(
+        1.0,
+        gt=0,
+        description="auto: what a rank may keep for backward, as a multiple of what 1f1b's fullest rank keeps.",
+    )
+    loss_at: Literal["last", "first"] = Field(
+        "last", description="Pipeline rank that computes the loss: the last, or for comparison the first."
+    )
+    split_backward: bool = Field(
+        False, description="Part every backward in two also where the schedule does not ask for it, to time the halves."
+    )
+    balance: str = Field(
+        "uniform",
+        description="What is even over the stages: blocks (uniform), parameters or cost; or each one's blocks: 5,6,6,5.",
+    )
     microbatches: int = Field(1, ge=1, description="Microbatches a step on each data parallel rank.")
     batch: int = Field(8, ge=1, description="Rows in one step, over all ranks.")
     seq: int = Field(128, ge=1, description="Tokens in a row.")
@@ -64,7 +82,7 @@ class Plan(BaseModel):
     attention: Literal["plait", "own"] = Field(
         "plait", description="plait's attention, or the model's own as transformers writes it."
     )
-    bucket_mb: float = Field(4.0, gt=0, description="Megabytes of gradient reduced over dp in one call.")
+    bucket_mb: float = Field(16.0, gt=0, description="Megabytes of gradient reduced over dp in one call.")
     eval_every: int = Field(0, ge=0, description="Steps between evaluations on held-out text (0: none).")
     eval_share: float = Field(
         0.01, gt=0, lt=1, description="Share of the documents that is held out when eval_every asks for it."
@@ -91,8 +109,30 @@ class Plan(BaseModel):
         return self.dp * self.tp * self.pp
 
     @property
-    def microbatch_rows(self) -> int:
-        return self.batch // (self.dp * self.microbatches)
+    def stages_per_rank(self) -> int:
+        return self.chunks or method(self.schedule).chunks[0]
+
+    @property
+    def stages(self) -> int:
+        """The pipeline's stages that have blocks: pp ranks with so many each."""
+        return self.pp * self.stages_per_rank
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The place on the pp axis of every stage: those with blocks, then the loss's where it is one of its own."""
+        placement = method(self.schedule).place(self.pp, self.stages_per_rank)
+        return placement_with_loss(placement) if self.loss_at == "first" else placement
+
+    @property
+    def loss_stage(self) -> int:
+        """The stage that has the loss: the last with blocks, or one of its own after it."""
+        return len(self.placement) - 1
+
+    @property
+    def microbatch_rows(self) -> tuple[int, ...]:
+        """The rows of every microbatch of a data parallel rank: they differ by at most one, larger first."""
+        spans = (balanced(self.batch // self.dp, self.microbatches, number) for number in range(self.microbatches))
+        return tuple(stop - start for start, stop in spans)
 
     @property
     def bucket_bytes(self) -> int:
@@ -140,38 +180,67 @@ def degrees_make_the_ranks(plan: Plan, facts: ModelFacts) -> str | None:
 
 
 def batch_divides(plan: Plan, facts: ModelFacts) -> str | None:
-    parts = plan.dp * plan.microbatches
-    if plan.batch % parts == 0:
-        return None
-    product = f"dp {plan.dp} x microbatches {plan.microbatches} = {parts}"
-    if plan.batch < parts:
-        why = f"batch {plan.batch} < {product}"
-    else:
-        why = f"batch {plan.batch} does not divide into {product} equal parts"
-    above = -(-plan.batch // parts) * parts
-    fits = [m for m in divisors(plan.batch) if plan.batch % (plan.dp * m) == 0]
-    return f"{why}: set batch {above}" + (f", or microbatches {listed(fits)}." if fits else ".")
+    """A data parallel rank has as many rows as every other, and each of its microbatches at least one."""
+    least = plan.dp * plan.microbatches
+    if plan.batch < least:
+        product = f"dp {plan.dp} x microbatches {plan.microbatches} = {least}"
+        fewer, rest = divmod(plan.batch, plan.dp)
+        way = f", or microbatches {fewer} or less" if fewer and not rest else ""
+        return f"batch {plan.batch} < {product}: set batch {least}{way}."
+    if plan.batch % plan.dp:
+        above = -(-plan.batch // plan.dp) * plan.dp
+        return f"batch {plan.batch} does not divide into dp {plan.dp} equal parts: set batch {above}."
+    return None
 
 
 def schedule_is_known(plan: Plan, facts: ModelFacts) -> str | None:
     try:
-        make(plan.schedule, plan.pp, plan.microbatches)
+        if why := method(plan.schedule).no_run:
+            return f"The schedule {plan.schedule} is for plait schedule only. It {why}."
+        suitable(plan.schedule, plan.pp, plan.microbatches, plan.chunks)
     except PlanError as error:
         return str(error)
     return None
 
 
-def blocks_fill_stages(plan: Plan, facts: ModelFacts) -> str | None:
-    if plan.pp <= facts.blocks:
+def limit_is_for_a_search(plan: Plan, facts: ModelFacts) -> str | None:
+    if plan.schedule_limit == 1 or method(plan.schedule).searched:
         return None
-    have = facts.blocks
+    return (
+        f"schedule_limit {plan.schedule_limit:g} is the limit of a search, but {plan.schedule} is not searched for: "
+        "set schedule auto, or schedule_limit 1."
+    )
+
+
+def blocks_fill_stages(plan: Plan, facts: ModelFacts) -> str | None:
+    if plan.stages <= facts.blocks:
+        return None
+    have, each = facts.blocks, plan.stages_per_rank
+    if each > 1:
+        fewer = (
+            f"set pp {have // each} or less"
+            if have >= each
+            else f"set schedule 1f1b, chunks 0, pp {min(plan.pp, have)}"
+        )
+        return (
+            f"pp {plan.pp} x {each} stages a rank = {plan.stages} stages need a block each, but the model has {have} "
+            f"blocks: {fewer}."
+        )
     return f"pp {plan.pp} stages need a block each, but the model has {have} blocks: set pp {have} or less."
+
+
+def blocks_are_dealt(plan: Plan, facts: ModelFacts) -> str | None:
+    return dealing.refusal(plan.balance, plan.stages, facts.blocks)
 
 
 def tensors_divide(plan: Plan, facts: ModelFacts) -> str | None:
     """tp cuts attention by whole groups (one KV head and its query heads), MLPs by columns, the vocabulary by rows."""
     if plan.tp == 1:
         return None
+    if all(parameter.style is None for parameter in facts.parameters):
+        return (
+            f"tp {plan.tp} cuts by a model's tensor plan, and a {facts.family} model has none: set tp 1, and pp or dp."
+        )
     for parameter in facts.parameters:
         if parameter.style is not None:
             style(parameter.style, parameter.module)  # refuses what is not carried out, by name
@@ -219,8 +288,8 @@ def evaluation_is_asked_for(plan: Plan, facts: ModelFacts) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
-    degrees_make_the_ranks, schedule_is_known, batch_divides, blocks_fill_stages, tensors_divide, sequence_fits,
-    warm_up_ends, own_attention_drops_nothing, evaluation_is_asked_for,
+    degrees_make_the_ranks, schedule_is_known, limit_is_for_a_search, batch_divides, blocks_fill_stages,
+    blocks_are_dealt, tensors_divide, sequence_fits, warm_up_ends, own_attention_drops_nothing, evaluation_is_asked_for,
 )  # fmt: skip
 
 
@@ -244,10 +313,27 @@ def validate(plan: Plan, facts: ModelFacts) -> None:
             raise PlanError(sentence)
 
 
+def stage_blocks(plan: Plan, facts: ModelFacts) -> list[tuple[int, int]]:
+    """(first, one after the last) block of every stage that has any, as the plan's balance deals them (balance.py)."""
+    if plan.balance == dealing.UNIFORM:
+        return [balanced(facts.blocks, plan.stages, stage) for stage in range(plan.stages)]
+    sizes = dealing.written(plan.balance)
+    if sizes is None:
+        sizes = dealing.dealt(dealing.weights(facts, plan.balance, plan.seq), plan.stages)
+    return list(pairwise([0, *accumulate(sizes)]))
+
+
+def width_after(plan: Plan, facts: ModelFacts, stage: int) -> int:
+    """What a stage gives to the next, in elements a token on each tp rank: hidden states, or from the last stage that has
+    blocks the logits, which stay cut."""
+    if stage < plan.stages - 1:
+        return facts.widths[stage_blocks(plan, facts)[stage][1] - 1] if facts.widths else facts.hidden
+    cut = plan.tp > 1 and facts.head_weight.cut is not None
+    return facts.vocabulary // plan.tp if cut else facts.vocabulary
+
+
 def stage_of_block(plan: Plan, facts: ModelFacts, block: int) -> int:
-    """Blocks in order over the stages, sizes differing by at most one, the larger stages first."""
-    for stage in range(plan.pp):
-        start, stop = balanced(facts.blocks, plan.pp, stage)
+    for stage, (start, stop) in enumerate(stage_blocks(plan, facts)):
         if start <= block < stop:
             return stage
     raise ValueError(f"block {block} is not among {facts.blocks}")

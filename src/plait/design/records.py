@@ -48,9 +48,24 @@ class Timeline:
             found[span.rank].append(span)
         return tuple(map(tuple, found))
 
+    @cached_property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank, ascending."""
+        return tuple(tuple(sorted({span.action.stage for span in row})) for row in self.rows)
+
+    def chunk(self, span: Span) -> int:
+        """The place of a span's stage among those of its rank."""
+        return self.stages[span.rank].index(span.action.stage)
+
     def busy(self, rank: int) -> float:
-        """Seconds that `rank` computed."""
-        return sum((s.end - s.start for s in self.rows[rank] if s.action.kind.lane == "compute"), 0)
+        """Seconds that `rank` computed; what it computed at the same time counts once."""
+        busy: float = 0
+        reached: float | None = None
+        for start, end in sorted((s.start, s.end) for s in self.rows[rank] if s.action.kind.lane == "compute"):
+            since = start if reached is None else max(start, reached)
+            busy += max(end - since, 0)
+            reached = end if reached is None else max(end, reached)
+        return busy
 
     @property
     def bubble(self) -> float:

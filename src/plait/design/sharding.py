@@ -3,7 +3,7 @@ axes its gradient is summed.
 
 The unit is the part, not the parameter: a parameter is an ordered list of parts that are cut each by itself.
 
-    whole model -(pp: stage of the block)-> uses -(tp: the style's cut)-> compute -(ZeRO's row)-> stored, grad, state
+    whole model -(pp: stage and place)-> uses -(tp: the style's cut)-> compute -(ZeRO's row)-> stored, grad, state
 
     c_attn.weight [h, 3h]      q | k | v          three parts of one parameter
     on tp rank 0               q0 | k0 | v0       a rank holds the slices of all of them, side by side, in one tensor
@@ -12,13 +12,14 @@ The unit is the part, not the parameter: a parameter is an ordered list of parts
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .facts import ModelFacts, ParameterFact, Piece
 from .layout import Box, Cut, Layout, elements
 from .mesh import Mesh
-from .plan import Plan, stage_of_block
+from .plan import Plan, stage_blocks
 from .records import Holding
 from .styles import style
 
@@ -30,13 +31,15 @@ on a shard of the tokens or of the heads adds the axis that cuts those."""
 @dataclass(frozen=True)
 class Part:
     """A piece of one parameter: `start` is where it begins in the parameter's dim `dim`. `uses` are (stage, module)
-    pairs, the owner first, more than one for tied weights; `compute` is the layout in which it is used."""
+    pairs, the owner's first, more than one for tied weights; `places` says where each use is on the pp axis; `compute` is
+    the layout in which it is used."""
 
     name: str
     parameter: str
     dim: int
     start: int
     uses: tuple[tuple[int, str], ...]
+    places: tuple[int, ...]
     region: str
     decays: bool
     block: int | None
@@ -44,16 +47,21 @@ class Part:
 
     @property
     def owner(self) -> int:
-        """The stage that counts it, keeps its state and updates it."""
-        return self.uses[0][0]
+        """The place on the pp axis that counts it, keeps its state and updates it."""
+        return self.places[0]
+
+    def stages_at(self, place: int) -> tuple[int, ...]:
+        """The stages that use it at a place of the pp axis, each once, ascending."""
+        here = {stage for (stage, _), where in zip(self.uses, self.places, strict=True) if where == place}
+        return tuple(sorted(here))
 
     @property
     def summed_over(self) -> tuple[str, ...]:
         """The axes over which its gradient is summed: those that cut the work where it is used and do not cut it."""
         return tuple(axis for axis in REGION_AXES[self.region] if axis not in self.compute.cut_axes)
 
-    # One row of the ZeRO table: without ZeRO a rank keeps, reduces and updates what it computes with, if its stage is the
-    # owner. ZeRO-1, -2 and -3 add a cut to state, to grad and state, to all three.
+    # One row of the ZeRO table: without ZeRO a rank keeps, reduces and updates what it computes with, if its place is the
+    # owner's. ZeRO-1, -2 and -3 add a cut to state, to grad and state, to all three.
     @property
     def stored(self) -> Layout:
         return self._owned
@@ -68,7 +76,7 @@ class Part:
 
     @cached_property
     def _owned(self) -> Layout:
-        return replace(self.compute, stages=(self.owner,))
+        return replace(self.compute, places=(self.owner,))
 
     def within(self, box: Box) -> Box:
         """A box of this part in the indices of its parameter."""
@@ -114,9 +122,10 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Sharding:
-    """All parameters of a model over the mesh of a plan."""
+    """All parameters of a model over the mesh of a plan; `placement` says where each stage is on the pp axis."""
 
     mesh: Mesh
+    placement: tuple[int, ...]
     parameters: tuple[Parameter, ...]
 
     @cached_property
@@ -139,6 +148,14 @@ class Sharding:
     def on_stage(self, stage: int) -> tuple[Parameter, ...]:
         return tuple(p for p in self.parameters if any(use[0] == stage for use in p.first.uses))
 
+    def stages_at(self, place: int) -> tuple[int, ...]:
+        """The stages at a place of the pp axis."""
+        return tuple(stage for stage, where in enumerate(self.placement) if where == place)
+
+    def at(self, place: int) -> tuple[Parameter, ...]:
+        """What a place on the pp axis holds: the parameters of its stages, each once."""
+        return tuple(p for p in self.parameters if place in p.first.places)
+
     @cached_property
     def _parts_by_name(self) -> dict[str, Part]:
         return {part.name: part for part in self.parts}
@@ -154,30 +171,37 @@ class Sharding:
         return self._by_module.get(module)
 
 
-def _layout(parameter: ParameterFact, piece: Piece, stages: tuple[int, ...], tp: int) -> Layout:
+def _layout(parameter: ParameterFact, piece: Piece, places: tuple[int, ...], tp: int) -> Layout:
     shape = list(parameter.shape)
     if parameter.cut is None:
-        return Layout(tuple(shape), stages=stages)
+        return Layout(tuple(shape), places=places)
     shape[parameter.cut] = piece.length
-    layout = Layout(tuple(shape), stages=stages)
+    layout = Layout(tuple(shape), places=places)
     return layout if tp == 1 else layout.then(Cut(parameter.cut, ("tp",), piece.quantum))
 
 
-def _uses(parameter: ParameterFact, facts: ModelFacts, plan: Plan) -> tuple[tuple[int, str], ...]:
-    """What comes before the blocks is on the first stage, what comes after on the last; so is a tied head."""
+def _uses(parameter: ParameterFact, stages: Sequence[int], last: int) -> tuple[tuple[int, str], ...]:
+    """What comes before the blocks is on the first stage, what comes after on the last; so is a tied head where its block
+    is not named. `stages` are those of the blocks."""
     if parameter.block is not None:
-        stage = stage_of_block(plan, facts, parameter.block)
+        stage = stages[parameter.block]
     else:
-        stage = plan.pp - 1 if parameter.after_blocks else 0
-    return ((stage, parameter.module), *((plan.pp - 1, module) for module, _ in parameter.tied))
+        stage = last if parameter.after_blocks else 0
+    further = [stages[block] for block in parameter.tied_blocks] or [last] * len(parameter.tied)
+    return (
+        (stage, parameter.module),
+        *((used, module) for used, (module, _) in zip(further, parameter.tied, strict=True)),
+    )
 
 
 def shard(facts: ModelFacts, plan: Plan) -> Sharding:
     """Lays `facts` over the plan's mesh."""
     parameters = []
+    placement = plan.placement
+    stages = [stage for stage, (start, stop) in enumerate(stage_blocks(plan, facts)) for _ in range(start, stop)]
     for fact in facts.parameters:
-        uses = _uses(fact, facts, plan)
-        stages = tuple(dict.fromkeys(stage for stage, _ in uses))
+        uses = _uses(fact, stages, plan.stages - 1)
+        places = tuple(placement[stage] for stage, _ in uses)
         region = "full" if fact.style is None or plan.tp == 1 else style(fact.style, fact.module).region
         parts, start = [], 0
         for piece in fact.pieces:
@@ -187,27 +211,43 @@ def shard(facts: ModelFacts, plan: Plan) -> Sharding:
                 dim=fact.cut or 0,
                 start=start,
                 uses=uses,
+                places=places,
                 region=region,
                 decays=fact.decays,
                 block=fact.block,
-                compute=_layout(fact, piece, stages, plan.tp),
+                compute=_layout(fact, piece, tuple(dict.fromkeys(places)), plan.tp),
             )
             parts.append(part)
             start += piece.length
         parameters.append(Parameter(fact.name, tuple(parts)))
-    return Sharding(plan.mesh, tuple(parameters))
+    return Sharding(plan.mesh, placement, tuple(parameters))
 
 
 def buckets(
     parameters: tuple[Parameter, ...], mesh: Mesh, rank: int, limit: int, item: int
 ) -> list[tuple[Parameter, ...]]:
-    """The parameters of one rank in the order in which backward finishes them (last used first; a tied one when its
-    first use is done), in buckets of at most `limit` bytes (`item` bytes an element) that are summed over the same axes.
-    One open bucket for each set of axes; they leave in the order in which they were filled."""
+    """The parameters of one rank in the order in which backward finishes them (the last stage first, and in it what is
+    used last; a tied one with the first stage that uses it here), in buckets of at most `limit` bytes (`item` bytes an
+    element) that are of one stage and summed over the same axes. One open bucket for each set of axes; they leave in the
+    order in which they were filled."""
+    place = mesh.coordinate(rank).get("pp", 0)
+    by_stage: dict[int, list[Parameter]] = {}
+    for parameter in parameters:
+        by_stage.setdefault(parameter.first.stages_at(place)[0], []).append(parameter)
+    return [
+        bucket
+        for stage in sorted(by_stage, reverse=True)
+        for bucket in _filled(reversed(by_stage[stage]), mesh, rank, limit, item)
+    ]
+
+
+def _filled(
+    parameters: Iterable[Parameter], mesh: Mesh, rank: int, limit: int, item: int
+) -> list[tuple[Parameter, ...]]:
     found: list[tuple[Parameter, ...]] = []
     open_: dict[tuple[str, ...], list[Parameter]] = {}
     sizes: dict[tuple[str, ...], int] = {}
-    for parameter in reversed(parameters):
+    for parameter in parameters:
         axes, count = parameter.first.summed_over, parameter.elements(mesh, rank) * item
         current = open_.setdefault(axes, [])
         if current and sizes[axes] + count > limit:

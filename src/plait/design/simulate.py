@@ -7,15 +7,18 @@ from collections.abc import Callable
 
 from .records import Span, Timeline
 from .schedule import Action, Kind, Schedule
-from .schedule.play import play, unit_seconds
+from .schedule.play import Together, play, unit_seconds
 
 Seconds = Callable[[Action], float]
 
 
-def simulate(schedule: Schedule, seconds: Seconds = unit_seconds) -> Timeline:
+def simulate(
+    schedule: Schedule, seconds: Seconds = unit_seconds, *, latency: float = 0, together: Together | None = None
+) -> Timeline:  # fmt: skip
     """The timeline when each action takes `seconds(action)`. Posting a send or a receive is given the transfer's time
-    on the sending side; a wait lasts until its tensor is there."""
-    times = play(schedule, seconds)
+    on the sending side; a wait lasts until its tensor is there. `latency` and `together` are the player's: for a table of
+    computation only, they stand for its transfers and say what its pairs take."""
+    times = play(schedule, seconds, latency=latency, together=together)
     spans = [Span(rank, action, *times[action]) for rank, row in enumerate(schedule.rows) for action in row]
     return Timeline(schedule.ranks, tuple(spans))
 

@@ -22,6 +22,7 @@ from .loss import LAST, loss, mean_loss
 from .markup import paragraph, said, section, table
 from .pipeline import pipeline
 from .record import PAGE, TRACE, Evaluated, Metric, RunRecord, Sample, evaluations, read
+from .sharding import work
 from .style import SCRIPT, sheet
 from .traffic import equal
 from .words import counted, percent, size, time
@@ -68,8 +69,7 @@ def _header(record: RunRecord, metrics: Sequence[Metric]) -> str:
     ours = [row.seconds for row in record.step_times]
     layout = (
         f"{record.facts.family}, {record.facts.elements / 1e6:,.1f} M parameters over {counted(plan.world, 'rank')}: "
-        f"{plan.mesh}, {plan.schedule}, {counted(plan.microbatches, 'microbatch')} of {plan.microbatch_rows} x "
-        f"{plan.seq} tokens"
+        f"{work(plan)}"
     )
     steps = counted(len(last), "step")
     tiles = [

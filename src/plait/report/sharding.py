@@ -7,16 +7,43 @@ import math
 from rich import box as boxes
 from rich.table import Table
 
+from ..design.balance import UNIFORM, WORDS, weights, written
+from ..design.errors import listed
+from ..design.facts import ModelFacts
 from ..design.layout import Box, Layout, box_shape
 from ..design.mesh import Mesh
-from ..design.plan import Plan
+from ..design.plan import Plan, stage_blocks
 from ..design.records import Holding
 from ..design.sharding import Sharding, holdings
 from . import svg as drawing
-from .words import runs, size
+from .words import counted, percent, runs, size
 
 ITEM = 4
 """Bytes of a stored weight: they are fp32 whatever the type of compute."""
+
+
+def work(plan: Plan) -> str:
+    """'pp 2 x dp 2 x tp 2, 1f1b, 3 microbatches of 3 or 2 x 128 tokens'."""
+    rows = listed(dict.fromkeys(plan.microbatch_rows))
+    microbatches = counted(plan.microbatches, "microbatch")
+    return f"{plan.mesh}, {plan.schedule}, {microbatches} of {rows} x {plan.seq} tokens"
+
+
+def deal(plan: Plan, facts: ModelFacts) -> str:
+    """How a balance that is not uniform deals the blocks, and what that does to the largest stage; else nothing."""
+    if plan.balance == UNIFORM or plan.stages == 1:
+        return ""
+    what = plan.balance if plan.balance in WORDS else "cost" if facts.heads else "parameters"
+    counts = weights(facts, what, plan.seq)
+
+    def largest(plan: Plan) -> str:
+        return percent(max(sum(counts[start:stop]) for start, stop in stage_blocks(plan, facts)) / sum(counts))
+
+    sizes = ", ".join(str(stop - start) for start, stop in stage_blocks(plan, facts))
+    even = largest(plan.model_copy(update={"balance": UNIFORM}))
+    unit = "parameters" if what == "parameters" else "FLOPs"
+    said = "" if written(plan.balance) else f" (balance {plan.balance})"
+    return f"blocks of the stages{said}: {sizes}; the largest has {largest(plan)} of the {unit}, {even} if uniform"
 
 
 def table(sharding: Sharding, plan: Plan) -> Table:
@@ -78,8 +105,12 @@ def modules(sharding: Sharding, rows: list[Holding], *, spelt: bool = False) -> 
     names: list[str] = []
     tied: list[str] = []
     for row in rows:
-        part, stage = sharding.part(row.part), sharding.mesh.coordinate(row.rank)["pp"]
-        here = [module.rpartition(".")[2] for place, module in part.uses if place == stage]
+        part, where = sharding.part(row.part), sharding.mesh.coordinate(row.rank)["pp"]
+        here = [
+            module.rpartition(".")[2]
+            for (_, module), place in zip(part.uses, part.places, strict=True)
+            if place == where
+        ]
         # A head that is tied to the embedding comes last wherever the embedding is.
         tied += [name for name in here if len(part.uses) > 1 and name != part.uses[0][1].rpartition(".")[2]]
         name = blocks if row.block is not None else here[0]

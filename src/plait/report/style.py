@@ -20,6 +20,9 @@ PALETTE = {
     "faint": ("#a6cee3", "#3d5d75"),
     "green": ("#2f8f72", "#3fa688"),
     "purple": ("#8c4a9e", "#b173c4"),
+    "indigo": ("#7356b0", "#8467c4"),
+    "mint": ("#63b795", "#63b795"),
+    "shade": ("#0a2f5c4d", "#0a2f5c59"),
     "grey": ("#737f8c", "#8d99a5"),
     "warn": ("#9a3412", "#fdba74"),
     "warn-paper": ("#fff4e8", "#33231a"),
@@ -104,6 +107,7 @@ pre b { color: var(--blue); font-weight: 600; }
 .pipeline .on-light { fill: #10151b; pointer-events: none; font-size: 11px; }
 .pipeline .on-dark { fill: #ffffff; pointer-events: none; font-size: 11px; }
 .pipeline .wait { fill: transparent; }
+.pipeline .shade { pointer-events: none; }
 .pipeline .hatch { fill: url(#hatch); }
 .bars { display: grid; grid-template-columns: auto minmax(0, 1fr) auto; gap: 5px 12px; align-items: center;
   margin: 4px 0 8px;  font-size: 13px; font-variant-numeric: tabular-nums; }
@@ -133,7 +137,8 @@ footer { font-size: 12.5px; padding-bottom: 34px; }
 """
 
 FILLS = {
-    "forward": "sky", "backward": "blue", "reduce": "orange", "idle": "idle",
+    "forward": "sky", "backward": "blue", "input": "indigo", "weight": "mint", "reduce": "orange", "idle": "idle",
+    "shade": "shade",
     "data": "purple", "compute": "blue", "communication": "orange", "bubble": "hatch", "optimizer": "green",
     "other": "grey", "weights": "blue", "master_weights": "purple", "gradients": "orange", "state": "green",
     "activations": "sky", "predicted": "sky", "measured": "blue", "slice0": "sky", "slice1": "blue", "slice2": "orange",
@@ -157,13 +162,15 @@ def sheet() -> str:
     light, dark = (_variables(place) for place in (0, 1))
     fills = "\n".join(f".{kind} {{ fill: var(--{colour}); }} .swatch.{kind}, td.{kind} {{ background: var(--{colour}); }}"
                       for kind, colour in FILLS.items())  # fmt: skip
+    # A shade alone cannot be told from a dark page: in the legend it lies on a colour.
+    shade = ".swatch.shade { background: linear-gradient(var(--shade), var(--shade)), var(--sky); }"
     inks = "td.slice0, td.slice2 { color: #10151b; } td.slice1, td.slice3 { color: #ffffff; }"
     return "\n".join([
         f":root {{ color-scheme: light; {light} }}",
         f"@media (prefers-color-scheme: dark) {{ :root {{ color-scheme: dark; {dark} }} }}",
         f':root[data-theme="light"] {{ color-scheme: light; {light} }}',
         f':root[data-theme="dark"] {{ color-scheme: dark; {dark} }}',
-        SHEET, fills, inks,
+        SHEET, fills, shade, inks,
     ])  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """The few SVG elements that the pictures are made of: self-contained, readable on light and dark, the same every time.
 
-Forward and backward differ in lightness as well as in hue, so the pictures survive a black-and-white printer.
+Neighbouring kinds differ in lightness as well as in hue, so the pictures survive a black-and-white printer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ svg { font: 12px ui-sans-serif, system-ui, sans-serif; }
 text { fill: #1f2328; }
 .forward, .slice0 { fill: #a6cee3; }
 .backward, .slice1 { fill: #1f66b0; }
+.input { fill: #7356b0; }
+.weight { fill: #63b795; }
 .reduce, .slice2 { fill: #f0a04b; }
+.shade { fill: #0a2f5c; fill-opacity: 0.3; }
 .slice3 { fill: #8c4a9e; }
 .title { font-weight: 600; font-size: 14px; }
 .middle { text-anchor: middle; }

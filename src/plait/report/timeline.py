@@ -1,37 +1,36 @@
-"""A timeline as a chart in characters or as SVG, and a schedule as a grid of slots.
+"""A timeline as a chart in characters or as SVG.
 
     pp 0 0─1─····█0██··█1██  33.3%      0─    forward of microbatch 0      · idle or waiting
     pp 1 ··0─█0██1─█1██····  33.3%      █0██  its backward                 R gradient sum over dp
 
-One row a stage, time from left to right, the bubble of the stage on the right. Predicted and measured timelines are one
-type, so one function draws both. Sends, receives and waits are not drawn: a wait is idle time.
+One row a rank, time from left to right, the bubble of the rank on the right. Predicted and measured timelines are one
+type, so one function draws both. Sends, receives and waits are not drawn: a wait is idle time. A forward and a backward
+that run at the same time share the row, the forward above. How kinds and stages look is in kinds.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..design.records import Span, Timeline
-from ..design.schedule import Action, Kind, Schedule
-from ..design.schedule.play import play
+from ..design.schedule import Action, Kind
 from . import svg as drawing
+from .kinds import LATER, LOOKS, drawn, label, together
 from .words import duration, in_units, percent, rank_bubble
 
-NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.REDUCE: "reduce"}
-LEGEND = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.REDUCE: "gradient sum over dp"}
-FILL = {Kind.FORWARD: "─", Kind.BACKWARD: "█", Kind.REDUCE: "R"}
-NUMBER_STYLE = {Kind.FORWARD: "black on cyan", Kind.BACKWARD: "bright_white on blue", Kind.REDUCE: "black on yellow"}
-FILL_STYLE = {Kind.FORWARD: "black on cyan", Kind.BACKWARD: "blue", Kind.REDUCE: "black on yellow"}
 IDLE = "·"
 MARGIN = len(" 100.0%")
 
 
 def draw(timeline: Timeline, *, width: int, title: str) -> Text:
     """The chart in at most `width` columns, with the bubble of each rank and of all."""
-    return _chart(timeline, width, title, timeline.seconds)
+    return Text("\n").join([
+        _chart(timeline, width, title, _caption(timeline), timeline.seconds),
+        _legend([timeline], width, _columns(timeline, width, timeline.seconds)[1]),
+    ])  # fmt: skip
 
 
 def draw_pair(simulated: Timeline, measured: Timeline, width: int) -> RenderableType:
@@ -40,88 +39,119 @@ def draw_pair(simulated: Timeline, measured: Timeline, width: int) -> Renderable
     if not in_units(simulated) and not in_units(measured):
         lengths = [max(lengths)] * 2
     return Group(
-        _chart(simulated, width, "simulated", lengths[0], legend=False),
+        _chart(simulated, width, "simulated", _caption(simulated), lengths[0]),
         Text(),
-        _chart(measured, width, "measured", lengths[1]),
+        _chart(measured, width, "measured", _caption(measured), lengths[1]),
+        _legend([simulated, measured], width, _columns(measured, width, lengths[1])[1]),
     )
 
 
-def _chart(timeline: Timeline, width: int, title: str, length: float, *, legend: bool = True) -> Text:
+def draw_all(timelines: Mapping[str, tuple[Timeline, str]], width: int) -> RenderableType:
+    """Several on one common clock by their titles, each with its caption, and one legend."""
+    length = max(timeline.seconds for timeline, _ in timelines.values())
+    charts: list[Text] = []
+    for title, (timeline, caption) in timelines.items():
+        charts += [_chart(timeline, width, title, caption, length), Text()]
+    played = [timeline for timeline, _ in timelines.values()]
+    return Group(*charts[:-1], _legend(played, width, max(_columns(one, width, length)[1] for one in played)))
+
+
+def _caption(timeline: Timeline) -> str:
+    return f"bubble {percent(timeline.bubble)}, {duration(timeline)}"
+
+
+def _columns(timeline: Timeline, width: int, length: float) -> tuple[int, float]:
+    """How many columns a chart has for `length`, and how many that makes a second or a unit."""
+    columns = max(1, width - len(f"pp {max(0, timeline.ranks - 1)} ") - MARGIN)
+    if 0 < length <= columns and length == int(length):
+        columns -= columns % int(length)  # every unit gets the same number of columns
+    return columns, columns / length if length else 0.0
+
+
+def _chart(timeline: Timeline, width: int, title: str, caption: str, length: float) -> Text:
     names = [f"pp {rank} " for rank in range(timeline.ranks)]
     label = max(map(len, names), default=0)
-    columns = max(1, width - label - MARGIN)
-    if in_units(timeline) and 0 < length <= columns:
-        columns -= columns % int(length)  # every unit gets the same number of columns
+    columns, _ = _columns(timeline, width, length)
     chart = Text(no_wrap=True, overflow="crop")
     chart.append(title, style="bold")
-    chart.append(f": bubble {percent(timeline.bubble)}, {duration(timeline)}\n")
+    chart.append(f": {caption}\n")
     for rank, name in enumerate(names):
         chart.append(name.ljust(label))
         chart.append_text(_row(timeline, rank, columns, length))
         chart.append(f"{percent(rank_bubble(timeline, rank)):>{MARGIN}}\n")
-    if legend:
-        chart.append_text(_legend(timeline))
     chart.rstrip()
     return chart
 
 
 def _row(timeline: Timeline, rank: int, columns: int, length: float) -> Text:
     """One rank's cells. Computation is painted last, so that it hides a reduction that runs beneath it."""
-    cells = [(IDLE, "dim")] * columns
-    spans = [span for span in timeline.spans if span.rank == rank and span.action.kind in NAMES]
+    end = round(timeline.seconds * columns / length) if length else 0
+    cells = [*[(IDLE, "dim")] * end, *[(" ", "")] * (columns - end)]
+    spans = [span for span in timeline.rows[rank] if span.action.kind in LOOKS]
+    pairs = together(spans)
     for span in sorted(spans, key=lambda s: (s.action.kind.lane == "compute", s.start)):
         first, last = (round(moment * columns / length) if length else 0 for moment in (span.start, span.end))
-        cells[first:last] = _block(span, last - first)
+        if span not in pairs.values():
+            cells[first:last] = _block(span, last - first, timeline.chunk(span), pairs.get(span))
     return Text.assemble(*cells)
 
 
-def _block(span: Span, columns: int) -> list[tuple[str, str]]:
+def _block(span: Span, columns: int, chunk: int, other: Span | None = None) -> list[tuple[str, str]]:
     """A forward is its number and lines, a backward a filled cell, its number and more of them; a number that does not
-    fit is left out."""
-    kind, label = span.action.kind, str(span.action.microbatch)
-    front = int(kind is Kind.BACKWARD)
-    if kind is Kind.REDUCE or front + len(label) > columns:
-        front, label = 0, ""
-    fill = (FILL[kind], FILL_STYLE[kind])
-    rest = columns - front - len(label)
-    return [*[fill] * front, *[(letter, NUMBER_STYLE[kind]) for letter in label], *[fill] * rest]
+    fit is left out. Two at the same time are both numbers, each before cells of two halves."""
+    look, words = LOOKS[span.action.kind], label(span)
+    if other is not None:
+        below = LOOKS[other.action.kind]
+        half = columns // 2
+        fill = ("▄", f"{below.colour} on {look.colour}")
+        return [
+            *_numbered(words, look.number_style(chunk), fill, 0, half),
+            *_numbered(label(other), below.number_style(chunk), fill, 0, columns - half),
+        ]
+    fill = (look.fill(chunk), look.fill_style(chunk))
+    if span.action.kind is Kind.REDUCE:
+        return [fill] * columns
+    return _numbered(words, look.number_style(chunk), fill, look.front, columns)
 
 
-def _legend(timeline: Timeline) -> Text:
-    legend = Text()
-    drawn = {span.action.kind for span in timeline.spans if span.end > span.start}
-    for kind in (kind for kind in NAMES if kind in drawn):
-        sample = Span(0, Action(kind, 0, 0), 0, 0)
-        legend.append_text(Text.assemble(*_block(sample, 1 if kind is Kind.REDUCE else 2)))
-        legend.append(f" {LEGEND[kind]}  ")
-    legend.append(IDLE, style="dim")
-    legend.append(" idle  % bubble of the stage")
-    return legend
+def _numbered(words: str, style: str, fill: tuple[str, str], front: int, columns: int) -> list[tuple[str, str]]:
+    if front + len(words) > columns:
+        return [fill] * columns
+    return [*[fill] * front, *[(letter, style) for letter in words], *[fill] * (columns - front - len(words))]
 
 
-def table(schedule: Schedule, *, width: int = 80) -> Text:
-    """The grid of slots, each computation taking one: 'F0' is the forward of microbatch 0. Long grids go on in a second
-    band of rows."""
-    times = play(schedule, lambda action: int(action.kind.lane == "compute"))
-    slots = {
-        (rank, int(times[action][0])): f"{action.kind.letter}{action.microbatch}"
-        for rank, row in enumerate(schedule.rows)
-        for action in row
-        if action.kind.lane == "compute"
-    }
-    count = 1 + max((slot for _, slot in slots), default=-1)
-    names = [f"pp {rank} " for rank in range(schedule.ranks)]
-    label = max(map(len, names), default=0)
-    cell = 1 + max(map(len, slots.values()), default=1)
-    band = max(1, (width - label) // cell)
-    lines: list[str] = []
-    for first in range(0, count, band):
-        shown = range(first, min(first + band, count))
-        lines.append("slot".ljust(label) + "".join(str(slot).ljust(cell) for slot in shown).rstrip())
-        for rank, name in enumerate(names):
-            lines.append(name.ljust(label) + "".join(slots.get((rank, slot), IDLE).ljust(cell) for slot in shown))
-        lines.append("")
-    return Text("\n".join(line.rstrip() for line in lines[:-1]), no_wrap=True, overflow="crop")
+def _legend(timelines: Sequence[Timeline], width: int, scale: float) -> Text:
+    """What is on the charts, in as many lines as it takes. `scale` is columns a second: what fills none is not there."""
+
+    def sample(kind: Kind, chunk: int = 0, other: Kind | None = None) -> Text:
+        second = other and Span(0, Action(other, 0, 1), 0, 0)
+        columns = 1 if kind is Kind.REDUCE else 2 if other is None else 4
+        return Text.assemble(*_block(Span(0, Action(kind, 0, 0), 0, 0), columns, chunk, second))
+
+    spans = [
+        (span, timeline.chunk(span))
+        for timeline in timelines
+        for span in timeline.spans
+        if round(span.end * scale) > round(span.start * scale)
+    ]
+    kinds = drawn(span for span, _ in spans)
+    entries = [sample(kind).append(f" {LOOKS[kind].words}") for kind in kinds]
+    stages = max((len(stages) for timeline in timelines for stages in timeline.stages), default=0)
+    if stages > 1:
+        second = drawn(span for span, chunk in spans if chunk % 2)
+        doubled = Text.assemble(*(sample(kind, 1) for kind in second if kind is not Kind.REDUCE))
+        entries.append(doubled.append(f" {LATER}" if stages == 2 else " every second stage of the rank"))
+    if any(together(row) for timeline in timelines for row in timeline.rows):
+        entries.append(sample(Kind.FORWARD, 0, Kind.BACKWARD).append(" at the same time"))
+    entries += [Text(IDLE, "dim").append(" idle", "not dim"), Text("% bubble of the rank")]
+    lines = [Text()]
+    for entry in entries:
+        if lines[-1] and len(lines[-1]) + 2 + len(entry) > width:
+            lines.append(Text())
+        lines[-1].append_text(Text("  " if lines[-1] else "")).append_text(entry)
+    found = Text("\n").join(lines)
+    found.no_wrap, found.overflow = True, "crop"
+    return found
 
 
 # SVG
@@ -133,7 +163,7 @@ ROW = 26
 
 def svg(timeline: Timeline, *, title: str) -> str:
     """The timeline as a self-contained SVG, one row a rank."""
-    return svg_panels({f"bubble {percent(timeline.bubble)}, {duration(timeline)}": timeline}, title=title)
+    return svg_panels({_caption(timeline): timeline}, title=title)
 
 
 def svg_panels(timelines: Mapping[str, Timeline], *, title: str) -> str:
@@ -145,37 +175,64 @@ def svg_panels(timelines: Mapping[str, Timeline], *, title: str) -> str:
         elements.append(drawing.text(CHART[0], top + 12, caption))
         elements += _panel(timeline, top + 20, length)
         top += 20 + ROW * timeline.ranks + 12
-    kinds = {span.action.kind for timeline in timelines.values() for span in timeline.spans}
-    elements += _key([kind for kind in NAMES if kind in kinds], top)
+    kinds = drawn(span for timeline in timelines.values() for span in timeline.spans)
+    later = any(len(stages) > 1 for timeline in timelines.values() for stages in timeline.stages)
+    key, height = _key(kinds, later, top)
     left, width = CHART
-    return drawing.document(left + width + 70, top + 30, title, elements)
+    return drawing.document(left + width + 70, top + height, title, [*elements, *key])
 
 
 def _panel(timeline: Timeline, top: float, length: float) -> list[str]:
     left, width = CHART
     end = left + width * timeline.seconds / length if length else left
     rows: list[str] = []
+    blocks: list[str] = []
     for rank in range(timeline.ranks):
         y = top + ROW * rank
         rows.append(drawing.text(left - 10, y + 16, f"pp {rank}", "end"))
         rows.append(drawing.rect(left, y, end - left, ROW - 4, "idle"))
         rows.append(drawing.text(end + 8, y + 16, percent(rank_bubble(timeline, rank))))
-    blocks: list[str] = []
-    for span in (span for span in timeline.spans if span.action.kind in NAMES and span.end > span.start):
-        x, stop = (left + width * moment / length for moment in (span.start, span.end))
-        y = top + ROW * span.rank
-        blocks.append(drawing.rect(x + 0.5, y, stop - x - 1, ROW - 4, NAMES[span.action.kind]))
-        label = "R" if span.action.kind is Kind.REDUCE else str(span.action.microbatch)
-        if stop - x >= 4 + 7 * len(label):
-            ink = "on-dark" if span.action.kind is Kind.BACKWARD else "on-light"
-            blocks.append(drawing.text((x + stop) / 2, y + 15, label, f"middle {ink}"))
+        spans = [span for span in timeline.rows[rank] if span.action.kind in LOOKS and span.end > span.start]
+        for span, part, shade in placed(timeline, spans):
+            x, stop = (left + width * moment / length for moment in (span.start, span.end))
+            blocks += _drawn(span, x, stop, (y + part[0] * (ROW - 4), part[1] * (ROW - 4)), shade)
     return [*rows, *drawing.group("spans", blocks)]
 
 
-def _key(kinds: list[Kind], top: float) -> list[str]:
-    x = float(CHART[0])
+def placed(timeline: Timeline, spans: Sequence[Span]) -> Iterator[tuple[Span, tuple[float, float], float]]:
+    """Where in its row each of a rank's spans is drawn, as shares of the row's height: the span, (where it begins, its
+    height), and how much of it is shaded, from below: nothing on the first stage of the rank, all of it on the last."""
+    pairs = together(spans)
+    second = set(pairs.values())
+    for span in spans:
+        most = len(timeline.stages[span.rank]) - 1
+        shade = timeline.chunk(span) / most if most and span.action.kind is not Kind.REDUCE else 0.0
+        yield span, (0, 0.5) if span in pairs else (0.5, 0.5) if span in second else (0, 1), shade
+
+
+def _drawn(span: Span, x: float, stop: float, place: tuple[float, float], shade: float) -> Iterator[str]:
+    """One span: its rectangle, the shade on it, and its number where it fits. `place` is its top and its height."""
+    look, words = LOOKS[span.action.kind], label(span)
+    y, height = place
+    yield drawing.rect(x + 0.5, y, stop - x - 1, height, look.name)
+    if shade:
+        yield drawing.rect(x + 0.5, y + height * (1 - shade), stop - x - 1, height * shade, "shade")
+    if stop - x >= 4 + 7 * len(words):
+        yield drawing.text((x + stop) / 2, y + height / 2 + 4, words, f"middle {look.ink}")
+
+
+def _key(kinds: list[Kind], later: bool, top: float) -> tuple[list[str], float]:
+    """The legend, in as many lines as it needs, and its height."""
+    left, width = CHART
+    entries = [(LOOKS[kind].name, LOOKS[kind].words) for kind in kinds]
+    if later:
+        entries.append(("shade", f"shaded: {LATER}"))
+    x, y = float(left), top
     elements: list[str] = []
-    for name, words in [*((NAMES[kind], LEGEND[kind]) for kind in kinds), ("idle", "idle; % bubble of the stage")]:
-        elements += [drawing.rect(x, top, 14, 14, name), drawing.text(x + 20, top + 11, words)]
-        x += 46 + 6.5 * len(words)
-    return elements
+    for name, words in [*entries, ("idle", "idle; % bubble of the rank")]:
+        long = 46 + 6.5 * len(words)
+        if x > left and x + long > left + width + 70:
+            x, y = float(left), y + 22
+        elements += [drawing.rect(x, y, 14, 14, name), drawing.text(x + 20, y + 11, words)]
+        x += long
+    return elements, y - top + 30

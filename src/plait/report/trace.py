@@ -23,6 +23,8 @@ WORDS = {kind: kind.name.lower().replace("_", " ") for kind in Kind}
 COLOURS = {
     Kind.FORWARD: "thread_state_runnable",
     Kind.BACKWARD: "thread_state_running",
+    Kind.BACKWARD_INPUT: "thread_state_uninterruptible",
+    Kind.BACKWARD_WEIGHT: "good",
     Kind.REDUCE: "thread_state_iowait",
 }
 
@@ -45,10 +47,10 @@ def written(record: RunRecord) -> str:
 
 def _events(timeline: Timeline, mesh: Mesh, how: str, first: int) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
-    for stage, spans in enumerate(timeline.rows):
-        rank = mesh.rank(pp=stage)
+    for place, spans in enumerate(timeline.rows):
+        rank = mesh.rank(pp=place)
         pid = first + rank
-        process = f"rank {rank} (pp {stage}), {how}"
+        process = f"rank {rank} (pp {place}), {how}"
         for name, about in (("process_name", {"name": process}), ("process_sort_index", {"sort_index": pid})):
             events.append({"ph": "M", "pid": pid, "tid": 0, "name": name, "args": about})
         for tid, lane in enumerate(LANES):
@@ -63,7 +65,8 @@ def _event(span: Span, pid: int) -> dict[str, Any]:
     start, end = round(1e6 * span.start, 3), round(1e6 * span.end, 3)
     event = {
         "ph": "X", "pid": pid, "tid": LANES.index(lane), "cat": lane, "name": str(span.action), "ts": start,
-        "dur": round(end - start, 3), "args": {"kind": WORDS[kind], "microbatch": span.action.microbatch},
+        "dur": round(end - start, 3),
+        "args": {"kind": WORDS[kind], "stage": span.action.stage, "microbatch": span.action.microbatch},
     }  # fmt: skip
     if kind in COLOURS:
         event["cname"] = COLOURS[kind]

@@ -16,6 +16,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ..design.layout import balanced
+
 IGNORE = -100
 """A target that is not trained on."""
 
@@ -64,11 +66,10 @@ class Batch:
         return Batch(**{f.name: getattr(self, f.name)[start:stop] for f in fields(self)})
 
     def split(self, parts: int) -> list[Batch]:
-        """`parts` batches of equally many rows, in order."""
-        size, rest = divmod(self.rows, parts)
-        if rest:
-            raise ValueError(f"{self.rows} rows do not split into {parts} equal parts")
-        return [self.slice(part * size, (part + 1) * size) for part in range(parts)]
+        """`parts` batches, in order; their rows differ by at most one, larger first."""
+        if self.rows < parts:
+            raise ValueError(f"{self.rows} rows do not split into {parts} parts of at least one")
+        return [self.slice(*balanced(self.rows, parts, part)) for part in range(parts)]
 
     def padded(self, rows: int) -> Batch:
         """This batch with rows of padding (no targets, weight 0) up to `rows`."""

@@ -5,8 +5,10 @@ A fault goes into the ranks alone; neither the reference nor the checker is told
 
 from __future__ import annotations
 
-from . import batch, sums, weights
+from . import batch, pipeline, sums, weights
 from .fault import Fault
 
-FAULTS: dict[str, Fault] = {fault.name: fault for fault in (*sums.FAULTS, *batch.FAULTS, *weights.FAULTS)}
+FAULTS: dict[str, Fault] = {
+    fault.name: fault for fault in (*sums.FAULTS, *batch.FAULTS, *pipeline.FAULTS, *weights.FAULTS)
+}
 """Every planted fault by name."""

@@ -108,7 +108,7 @@ def mask_forgets_documents() -> None:
 def microbatches_swapped() -> None:
     @instead(Pipeline, "run")
     def wrong(right: Any, self: Pipeline, microbatches: list[Batch], *rest: Any) -> Tensor:
-        return right(self, microbatches[::-1] if self._stage.is_last else microbatches, *rest)  # type: ignore[no-any-return]
+        return right(self, microbatches[::-1] if any(s.is_last for s in self._stages.values()) else microbatches, *rest)  # type: ignore[no-any-return]
 
 
 @planted(
@@ -119,9 +119,10 @@ def microbatch_dropped() -> None:
     @instead(Pipeline, "__init__")
     def wrong(right: Any, self: Pipeline, *rest: Any, **more: Any) -> None:
         right(self, *rest, **more)
-        if self._last:
-            self._row = tuple(a for a in self._row if a.microbatch != self._last or a.kind.lane == "dp")
-            self._last -= 1
+        last = self.schedule.microbatches - 1
+        if last and self._trains:
+            self._row = tuple(a for a in self._row if a.microbatch != last or a.kind.lane == "dp")
+            self._final = dict.fromkeys(self._final, last - 1)
 
 
 @planted(
@@ -143,11 +144,12 @@ def activation_of_other_microbatch() -> None:
     first: list[Tensor] = []
 
     @instead(Pipeline, "_wait_activation")
-    def wrong(right: Any, self: Pipeline, m: int) -> None:
-        right(self, m)
+    def wrong(right: Any, self: Pipeline, stage: int, m: int) -> None:
+        right(self, stage, m)
+        received = self._received[stage, m]
         if m == 0:
-            first[:] = [self._received[m].detach().clone()]
-        self._received[m] = first[0].clone().requires_grad_(self._received[m].requires_grad)
+            first[:] = [received.detach().clone()]
+        self._received[stage, m] = first[0].clone().requires_grad_(received.requires_grad)
 
 
 @planted(
@@ -156,9 +158,9 @@ def activation_of_other_microbatch() -> None:
 )  # fmt: skip
 def stage_gradient_lost() -> None:
     @instead(Pipeline, "_wait_gradient")
-    def wrong(right: Any, self: Pipeline, m: int) -> None:
-        right(self, m)
-        self._gradients[m].zero_()
+    def wrong(right: Any, self: Pipeline, stage: int, m: int) -> None:
+        right(self, stage, m)
+        self._gradients[stage, m].zero_()
 
 
 @planted(
@@ -183,11 +185,11 @@ def _weighted(weight: Callable[[Pipeline, int, Tensor], Tensor]) -> None:
     """Each microbatch's loss is multiplied by weight(pipeline, its number, the right weight)."""
 
     @instead(Pipeline, "_forward")
-    def wrong(right: Any, self: Pipeline, m: int) -> None:
+    def wrong(right: Any, self: Pipeline, stage: int, m: int) -> None:
         before = self._inverse_weight
         if before is not None:
             self._inverse_weight = weight(self, m, before)
-        right(self, m)
+        right(self, stage, m)
         self._inverse_weight = before
 
 
@@ -230,8 +232,8 @@ def gradient_divided_each_microbatch() -> None:
         sinks[:] = [self]
 
     @instead(Pipeline, "_backward")
-    def wrong(right: Any, self: Pipeline, m: int) -> None:
-        right(self, m)
+    def wrong(right: Any, self: Pipeline, stage: int, m: int) -> None:
+        right(self, stage, m)
         for buffer in sinks[0].buffers:
             buffer.div_(len(self._microbatches))
 
@@ -283,7 +285,7 @@ def loss_counts_copies() -> None:
     @instead(Run, "__init__")
     def wrong(right: Any, self: Run, **parts: Any) -> None:
         right(self, **parts)
-        self._owns_loss = self.stage.is_last
+        self.owns_loss = self.has_loss
 
 
 @planted(

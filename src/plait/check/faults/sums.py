@@ -44,8 +44,8 @@ def _leave_out_of_the_sum(words: str) -> None:
         right(self)
 
     @instead(Buckets, "finish")
-    def finish(right: Any, self: Buckets) -> None:
-        right(self)
+    def finish(right: Any, self: Buckets, stage: int) -> None:
+        right(self, stage)
         for name, gradient in own.items():
             self.gradients[name].copy_(gradient)
 

@@ -87,8 +87,8 @@ def init_identical_on_shards() -> None:
 )  # fmt: skip
 def init_seeded_by_rank() -> None:
     @instead(StageModel, "materialise")
-    def wrong(right: Any, self: StageModel, sharding: Any, rank: int, seed: int, device: Any) -> None:
-        right(self, sharding, rank, seed + rank, device)
+    def wrong(right: Any, self: StageModel, sharding: Any, rank: int, seed: int, *rest: Any) -> None:
+        right(self, sharding, rank, seed + rank, *rest)
 
 
 # --- norm and clip
@@ -225,8 +225,8 @@ def previous_gradient_kept() -> None:
 )  # fmt: skip
 def replica_drifts() -> None:
     @instead(Buckets, "finish")
-    def wrong(right: Any, self: Buckets) -> None:
-        right(self)
+    def wrong(right: Any, self: Buckets, stage: int) -> None:
+        right(self, stage)
         for buffer, group in zip(self.buffers, self._groups, strict=True):
             buffer.mul_(1 + 4 * torch.finfo(buffer.dtype).eps * group.index)
 

@@ -1,11 +1,12 @@
 """The bytes that a step moves, per rank, axis and reason: what the ledger of a run must show, to the byte.
 
-Symbols: b rows of a microbatch, s tokens of a row, h hidden size, m microbatches, e bytes of an element of compute.
+Symbols: b rows of a microbatch (their mean: m b are the rows of a dp rank), s tokens of a row, h hidden size, m
+microbatches, e bytes of an element of compute.
 
     tp   each block        forward 2 sums, backward 2 sums, of b s h e each, m times
          embedding, head   one sum forward, one backward, of b s h e
          loss              two sums of b s (the maximum), 2 b s (sum of exponentials, target's logit), in fp32
-    pp   each boundary     b s h e forward and as much backward, m times
+    pp   each boundary     b s h e forward and as much backward, m times (b s V / t e before a loss that is elsewhere)
     dp   each stage        its gradients, once a step (what works on heads over tp as well: dp.tp)
     pp   a tied weight     its gradient to the stage that owns it, the new weight back, once a step
     all  the count of target tokens, then the loss with the squared gradient norm
@@ -13,15 +14,17 @@ Symbols: b rows of a microbatch, s tokens of a row, h hidden size, m microbatche
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 
 from ..facts import ModelFacts
-from ..plan import Plan
+from ..per_token import ELEMENT
+from ..plan import Plan, width_after
 from ..records import WORLD, Traffic
 from ..sharding import Sharding, buckets, shard
 from ..styles import style
 
-ELEMENT = {"fp32": 4, "bf16": 2}
 GRADIENT_ELEMENT = 4
 
 
@@ -44,46 +47,50 @@ def traffic(plan: Plan, facts: ModelFacts, *, wide: bool = False) -> list[Traffi
 def _tensor(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, compute: int, loss: int) -> Iterator[Traffic]:
     if plan.tp == 1:
         return
-    stage = plan.mesh.coordinate(rank)["pp"]
-    tokens = plan.microbatch_rows * plan.seq
+    place = plan.mesh.coordinate(rank)["pp"]
+    # All of a step's, over its microbatches.
+    tokens = sum(plan.microbatch_rows) * plan.seq
     whole = tokens * facts.hidden * compute
-    inputs: set[str] = set()
-    outputs = 0
-    experts = 0
-    for module, reads in _modules(facts, sharding, stage):
-        name = facts.styles[module]
-        if name is None:
-            continue
-        row = style(name, module)
-        if row.enter == "copy":
-            inputs.add(reads)  # q, k and v read one input: its gradient is summed once
-        outputs += row.leave == "sum"
-        experts += row.cuts == "both"
+    # A stage reads its inputs and writes its outputs by itself, also where another is on the same rank.
+    inputs = outputs = experts = 0
+    for stage in sharding.stages_at(place):
+        read: set[str] = set()
+        for module, reads in _modules(facts, sharding, stage):
+            name = facts.styles[module]
+            if name is None:
+                continue
+            row = style(name, module)
+            if row.enter == "copy":
+                read.add(reads)  # q, k and v read one input: its gradient is summed once
+            outputs += row.leave == "sum"
+            experts += row.cuts == "both"
+        inputs += len(read)
     m = plan.microbatches
 
     def sums(why: str, count: int, payload: int) -> Iterator[Traffic]:
         if count:
-            yield Traffic(rank, "tp", why, "all_reduce", plan.tp, m * count, m * count * payload)
+            yield Traffic(rank, "tp", why, "all_reduce", plan.tp, m * count, count * payload)
 
     yield from sums("row-parallel output", outputs, whole)
-    yield from sums("column-parallel input gradient", len(inputs), whole)
+    yield from sums("column-parallel input gradient", inputs, whole)
     yield from sums("routing weights' gradient", experts, tokens * facts.experts_per_token * loss)
-    if stage == plan.pp - 1 and facts.head_weight.cut is not None:
+    if plan.placement[-1] == place and facts.head_weight.cut is not None:
         yield from sums("loss: maximum", 1, tokens * loss)
         yield from sums("loss: sums", 1, 2 * tokens * loss)
 
 
 def _pipeline(plan: Plan, facts: ModelFacts, rank: int, compute: int) -> Iterator[Traffic]:
-    stage = plan.mesh.coordinate(rank)["pp"]
-    m = plan.microbatches
-    payload = m * plan.microbatch_rows * plan.seq * facts.hidden * compute
-    for there, send, receive in (
-        (stage < plan.pp - 1, "activation", "gradient"),
-        (stage > 0, "gradient", "activation"),
-    ):
-        if there:
-            yield Traffic(rank, "pp", send, "send", plan.pp, m, payload)
-            yield Traffic(rank, "pp", receive, "receive", plan.pp, m, payload)
+    """A message for each boundary of two stages that are not on one rank, and each microbatch."""
+    place, placement = plan.mesh.coordinate(rank)["pp"], plan.placement
+    tokens = sum(plan.microbatch_rows) * plan.seq
+    ahead = [stage for stage, (here, there) in enumerate(pairwise(placement)) if here == place != there]
+    behind = [stage for stage, (here, there) in enumerate(pairwise(placement)) if there == place != here]
+    for boundaries, send, receive in ((ahead, "activation", "gradient"), (behind, "gradient", "activation")):
+        if boundaries:
+            calls = plan.microbatches * len(boundaries)
+            payload = tokens * sum(width_after(plan, facts, stage) for stage in boundaries) * compute
+            yield Traffic(rank, "pp", send, "send", plan.pp, calls, payload)
+            yield Traffic(rank, "pp", receive, "receive", plan.pp, calls, payload)
 
 
 def _modules(facts: ModelFacts, sharding: Sharding, stage: int) -> Iterator[tuple[str, str]]:
@@ -100,7 +107,7 @@ def _modules(facts: ModelFacts, sharding: Sharding, stage: int) -> Iterator[tupl
 def _data(plan: Plan, sharding: Sharding, rank: int, compute: int, item: int) -> Iterator[Traffic]:
     """Gradients summed over whatever cuts the work; then, of a tied weight, over the stages that use it."""
     mesh, place = plan.mesh, plan.mesh.coordinate(rank)
-    parameters = sharding.on_stage(place["pp"])
+    parameters = sharding.at(place["pp"])
     calls: dict[tuple[str, ...], list[int]] = {}
     for bucket in buckets(parameters, mesh, rank, plan.bucket_bytes, item):
         calls.setdefault(bucket[0].first.summed_over, []).append(sum(p.elements(mesh, rank) for p in bucket) * item)
@@ -108,11 +115,14 @@ def _data(plan: Plan, sharding: Sharding, rank: int, compute: int, item: int) ->
         ranks = mesh.degree(*axes)
         if ranks > 1:
             yield Traffic(rank, ".".join(axes), "gradients", "all_reduce", ranks, len(payloads), sum(payloads))
+    tied: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
     for parameter in parameters:
-        others = {stage for stage, _ in parameter.first.uses} - {parameter.first.owner}
+        others = set(parameter.first.places) - {parameter.first.owner}
         if not others:
             continue
         owns = place["pp"] == parameter.first.owner
+        count, elements = len(others) if owns else 1, parameter.elements(mesh, rank)
         for why, receives, size in (("tied gradient", owns, item), ("tied weight", not owns, compute)):
-            operation = "receive" if receives else "send"
-            yield Traffic(rank, "pp", why, operation, plan.pp, 1, parameter.elements(mesh, rank) * size)
+            tied[why, "receive" if receives else "send"].append((count, count * elements * size))
+    for (why, operation), counts in tied.items():
+        yield Traffic(rank, "pp", why, operation, plan.pp, sum(c for c, _ in counts), sum(b for _, b in counts))

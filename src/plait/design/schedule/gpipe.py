@@ -12,7 +12,7 @@ from __future__ import annotations
 from .action import Action, Kind, Schedule
 
 
-def make(ranks: int, microbatches: int) -> Schedule:
+def make(ranks: int, microbatches: int, chunks: int) -> Schedule:
     def row(stage: int) -> tuple[Action, ...]:
         return tuple(Action(kind, stage, m) for kind in (Kind.FORWARD, Kind.BACKWARD) for m in range(microbatches))
 

@@ -12,38 +12,47 @@ A receive is posted when the tensor is sent, or as soon after as the rank is fre
 
 from __future__ import annotations
 
-from .action import Action, Kind, Schedule, partner
-from .play import play, unit_seconds
+from dataclasses import replace
 
-_SENDS = {Kind.FORWARD: Kind.SEND_ACTIVATION, Kind.BACKWARD: Kind.SEND_GRADIENT}
-_WAITS = {Kind.FORWARD: Kind.WAIT_ACTIVATION, Kind.BACKWARD: Kind.WAIT_GRADIENT}
+from .action import BACKWARDS, LAST, Action, Kind, Schedule, partner
+from .play import play, unit_seconds
 
 
 def lower(schedule: Schedule, *, reduce: bool = False) -> Schedule:
     """The table with its communication. `reduce` adds, after a stage's last backward, the end of its gradients' sum
     over data parallel ranks (buckets leave during that backward; what is left leaves now, and all are waited for)."""
-    last = schedule.stages - 1
-    times = play(schedule, unit_seconds)
-    # (moment, transfers before computation, order of writing) -> action
+    times = play(schedule, unit_seconds, together=lambda f, b: unit_seconds(f) + unit_seconds(b))
+    # (moment, transfers before waits before computation, order of writing) -> action
     rows: list[list[tuple[float, int, int, Action]]] = [[] for _ in schedule.rows]
-    ordered = sorted(times.items(), key=lambda item: (item[1][0], schedule.rank_of(item[0].stage)))
+    places = {action: place for row in schedule.rows for place, action in enumerate(row)}
+    ordered = sorted(times.items(), key=lambda item: (item[1][0], schedule.rank_of(item[0].stage), places[item[0]]))
     for number, (action, (start, end)) in enumerate(ordered):
         stage, microbatch = action.stage, action.microbatch
         row = rows[schedule.rank_of(stage)]
-        receives = stage > 0 if action.kind is Kind.FORWARD else stage < last
-        sends = stage < last if action.kind is Kind.FORWARD else stage > 0
-        if receives:
-            row.append((start, 1, 2 * number, Action(_WAITS[action.kind], stage, microbatch)))
-        row.append((start, 1, 2 * number + 1, action))
-        if sends:
-            send = Action(_SENDS[action.kind], stage, microbatch)
-            receive = partner(send)
-            assert receive is not None
-            row.append((end, 0, number, send))
-            rows[schedule.rank_of(receive.stage)].append((end, 0, number, receive))
+        source, wait, send, target = _wires(action, schedule)
+        if schedule.sends(stage, source):
+            row.append((start, 1, number, Action(wait, stage, microbatch)))
+        row.append((start, 2, number, action))
+        if target is not None and schedule.sends(stage, target):
+            sent = Action(send, stage, microbatch)
+            received = partner(sent, schedule)
+            assert received is not None
+            row.append((end, 0, number, sent))
+            rows[schedule.rank_of(target)].append((end, 0, number, received))
     lowered = [[entry[-1] for entry in sorted(row, key=lambda entry: entry[:3])] for row in rows]
-    has_backward = any(action.kind is Kind.BACKWARD for action in times)
-    if reduce and has_backward:
-        for stage in range(schedule.stages):
-            lowered[schedule.rank_of(stage)].append(Action(Kind.REDUCE, stage, schedule.microbatches - 1))
-    return Schedule(schedule.name, schedule.microbatches, tuple(map(tuple, lowered)))
+    if reduce:
+        for actions, computed in zip(lowered, schedule.rows, strict=True):
+            # The last stage first: in this order their buckets leave (sharding.py).
+            stages = sorted({action.stage for action in computed if action.kind in LAST}, reverse=True)
+            actions += [Action(Kind.REDUCE, stage, schedule.microbatches_of(stage)[-1]) for stage in stages]
+    return replace(schedule, rows=tuple(map(tuple, lowered)))
+
+
+def _wires(action: Action, schedule: Schedule) -> tuple[int | None, Kind, Kind, int | None]:
+    """Where what an action takes comes from and the wait for it, the send of what it gives and where that goes."""
+    before, after = schedule.before(action.stage), schedule.after(action.stage)
+    if action.kind is Kind.FORWARD:
+        return before, Kind.WAIT_ACTIVATION, Kind.SEND_ACTIVATION, after
+    if action.kind in BACKWARDS:
+        return after, Kind.WAIT_GRADIENT, Kind.SEND_GRADIENT, before
+    return None, Kind.WAIT_GRADIENT, Kind.SEND_GRADIENT, None

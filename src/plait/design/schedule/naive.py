@@ -8,15 +8,9 @@ With one stage and no pipeline at all this is ordinary training.
 
 from __future__ import annotations
 
-from ..errors import PlanError
 from .action import Action, Kind, Schedule
 
 
-def make(ranks: int, microbatches: int) -> Schedule:
-    if microbatches != 1:
-        raise PlanError(
-            f"The naive schedule passes one microbatch through the stages, but microbatches is {microbatches}. "
-            f"Set microbatches 1, or use gpipe or 1f1b."
-        )
+def make(ranks: int, microbatches: int, chunks: int) -> Schedule:
     row = [(Action(Kind.FORWARD, stage, 0), Action(Kind.BACKWARD, stage, 0)) for stage in range(ranks)]
     return Schedule("naive", 1, tuple(row))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from .action import Action, Kind, Schedule
 
 
-def make(ranks: int, microbatches: int) -> Schedule:
+def make(ranks: int, microbatches: int, chunks: int) -> Schedule:
     def row(stage: int) -> tuple[Action, ...]:
         warm_up = min(ranks - 1 - stage, microbatches)
         forwards = [Action(Kind.FORWARD, stage, m) for m in range(microbatches)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import mmap
 import os
@@ -189,6 +190,8 @@ def _child(main: Callable[[], Any], pipe: int, parent: int, held: set[signal.Sig
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
         _die_with(parent)
+        # What is here already is the parent's: looking through it for cycles finds none, and copies its pages.
+        gc.freeze()
         torch.set_num_threads(1)
         said = json.dumps({"result": main()})
         _flush()

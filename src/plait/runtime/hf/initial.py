@@ -46,11 +46,12 @@ def find_tied(model: Any) -> dict[str, Tied]:
 
 
 def fill(
-    model: Any, tied: Mapping[str, Tied], tensors: Tensors, keep: Callable[[str, Any], Tensor], device: torch.device
-) -> None:
+    model: Any, tied: Mapping[str, Tied], tensors: Tensors, keep: Callable[[str, Any], Tensor], device: torch.device,
+    kept: dict[str, nn.Parameter],
+) -> None:  # fmt: skip
     """Gives every module of a model on the meta device its tensors; of each parameter stays what `keep(name, whole)`
-    makes, which must be a copy. A tied parameter stays one, and is its owner's, also where the owner is elsewhere."""
-    kept: dict[str, nn.Parameter] = {}
+    makes, which must be a copy. A tied parameter stays one, and is its owner's, also where the owner is elsewhere. What
+    `kept` has is taken from there, and what is made goes there."""
 
     def parameter(name: str, whole: Any) -> nn.Parameter:
         if name not in kept:

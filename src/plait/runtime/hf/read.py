@@ -216,6 +216,16 @@ def _refuse_what_is_not_proven(model: str, config: Any) -> None:
                 f"{model} has {key} '{name}', which has parameters of its own ({', '.join(own)}) that no rule of the "
                 f"model draws: set {key} to one without, 'silu' say."
             )
+    if getattr(config, "output_router_logits", False):
+        raise PlanError(
+            f"{model} has output_router_logits True, which asks for a loss that balances the experts, and this version "
+            f"trains without one: set it to false in its config.json."
+        )
+    if getattr(config, "router_jitter_noise", 0.0):
+        raise PlanError(
+            f"{model} has router_jitter_noise {config.router_jitter_noise}, noise that is drawn in an order that depends "
+            f"on the layout: set it to 0 in its config.json."
+        )
     for key, wanted in (("return_dict", True), ("output_attentions", False), ("output_hidden_states", False)):
         if getattr(config, key, wanted) is not wanted:
             raise PlanError(f"{model} has {key} {getattr(config, key)}: remove it from its config.json.")

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from ...design.layout import balanced
 from ...design.mesh import Mesh
@@ -86,14 +87,23 @@ class _Absent(nn.Module):
         return x
 
 
+def transposed(module: nn.Module) -> bool | None:
+    """Whether a linear layer holds its weight as [in, out]; None where the module is no linear layer as its class has
+    it."""
+    if "forward" in vars(module):
+        return None
+    return {nn.Linear: False, Conv1D: True}.get(type(module))
+
+
 class StageModel:
-    """What the stage of `rank` computes: `forward(batch, received)` gives the hidden state for the next stage, or
+    """What a stage computes on `rank`: `forward(batch, received)` gives the hidden state for the next stage, or
     logits. `attention` is the plan's: plait's, or the model's own."""
 
     def __init__(
-        self, model: Model, sharding: Sharding, rank: int, dtype: torch.dtype, *, seed: int, attention: str = PLAIT
-    ) -> None:
-        mesh, stage = sharding.mesh, sharding.mesh.coordinate(rank)["pp"]
+        self, model: Model, sharding: Sharding, rank: int, stage: int, dtype: torch.dtype, *, seed: int,
+        attention: str = PLAIT,
+    ) -> None:  # fmt: skip
+        mesh = sharding.mesh
         self.module = build_on_meta(model.config, attention=attention)
         self._weights = model.weights
         self.dtype = dtype
@@ -133,15 +143,18 @@ class StageModel:
         names = {name: f"{tied.owner}.{tied.tensor}" for name, tied in self._tied.items()}
         return {names.get(name, name): p for name, p in self.module.named_parameters()}
 
-    def materialise(self, sharding: Sharding, rank: int, seed: int, device: torch.device) -> None:
+    def materialise(
+        self, sharding: Sharding, rank: int, seed: int, device: torch.device, kept: dict[str, nn.Parameter]
+    ) -> None:
         """Reads or draws the initial weights and keeps this rank's slices, module by module: no more than one module is
-        ever whole. A draw depends on the seed and the module's name alone, so every layout starts from the same bits."""
+        ever whole. A draw depends on the seed and the module's name alone, so every layout starts from the same bits.
+        `kept` is shared by the stages of a rank: a weight that two of them use is one."""
 
         def keep(name: str, whole: Any) -> Tensor:
             mine = take(sharding.parameter(name), whole, sharding.mesh, rank)
             return mine.to(device, self.dtype, copy=True).contiguous()
 
-        fill(self.module, self._tied, start(self.module, self._weights, seed), keep, device)
+        fill(self.module, self._tied, start(self.module, self._weights, seed), keep, device, kept)
 
     def forward(self, batch: Batch, received: Tensor | None) -> Tensor:
         """Tokens [b, s] (and the hidden state [b, s, hidden] of the stage before) -> hidden state or logits."""

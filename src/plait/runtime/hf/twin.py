@@ -8,6 +8,9 @@ from some least one on, that leaves the same remainder when divided by the degre
     8 KV heads of 64 over tp 2   4     heads stay eight a KV head: 32
     50257 rows over tp 2         65    still odd, so still refused
 
+Where the blocks are not dealt evenly, each stage keeps its place among the sizes: 1, 8, 8 and 20 blocks become 1, 3, 3
+and 4, and the twin's plan says so.
+
 What no one cuts becomes as small as its class lets it. What shapes no tensor stays: activations, biases, rotary
 parameters, windows, positions. A size that is small already stays as it is, and so does a model that is.
 """
@@ -20,7 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...design.plan import Plan
+from ...design.balance import UNIFORM, WORDS, refusal, written
+from ...design.plan import Plan, stage_blocks
 from .read import Model, from_config
 
 SMALL_MODEL = 2**20
@@ -33,18 +37,34 @@ INNER_WIDTHS = {"qk_nope_head_dim": "head", "qk_rope_head_dim": "head", "v_head_
 
 @dataclass(frozen=True)
 class Twin:
-    """The shrunk model, under the name of the one it stands for, and what was shrunk: "num_hidden_layers 80 -> 8"."""
+    """The shrunk model, under the name of the one it stands for, the plan for it, and what was shrunk: "num_hidden_layers
+    80 -> 8"."""
 
     model: Model
+    plan: Plan
     shrunk: tuple[str, ...]
 
 
 def twin(model: Model, plan: Plan) -> Twin:
-    """The twin of `model` under `plan`. Every rule that `plan` keeps or breaks with the model, it does with the twin."""
+    """The twin of `model` under `plan`. Every rule that `plan` keeps or breaks with the model, its own plan does with the
+    twin."""
     if model.facts.elements <= SMALL_MODEL:
-        return Twin(model, ())
-    config, lines = shrink(model.config, plan)
-    return Twin(from_config(model.name, config), lines) if lines else Twin(model, ())
+        return Twin(model, plan, ())
+    dealt = plan
+    if plan.balance in WORDS and plan.balance != UNIFORM and plan.stages <= model.facts.blocks:
+        # The model's stages are what is checked, and the twin's own sizes would deal other ones.
+        dealt = _dealing(plan, [stop - start for start, stop in stage_blocks(plan, model.facts)])
+    config, lines = shrink(model.config, dealt)
+    if not lines:
+        return Twin(model, plan, ())
+    if sizes := _sizes(model.config, dealt):
+        dealt = _dealing(plan, sizes)
+        lines = (f"balance {plan.balance} -> {dealt.balance}", *lines)
+    return Twin(from_config(model.name, config), dealt, lines)
+
+
+def _dealing(plan: Plan, sizes: list[int]) -> Plan:
+    return plan.model_copy(update={"balance": ",".join(map(str, sizes))})
 
 
 def shrink(config: Any, plan: Plan) -> tuple[Any, tuple[str, ...]]:
@@ -69,22 +89,49 @@ def _smallest(size: int, least: int, degree: int) -> int:
 
 def _blocks(config: Any, plan: Plan) -> dict[str, Any]:
     """Fewer blocks, of every kind at least one, and the lists that say each block's kind cut to those that are kept."""
-    blocks = config.num_hidden_layers
-    lists = {
-        key: value
-        for key, value in config.to_dict().items()
-        if "layer" in key and isinstance(value, list) and len(value) == blocks
-    }
+    blocks, lists = config.num_hidden_layers, _lists(config)
     dense = getattr(config, "first_k_dense_replace", None)
-    kinds = [(index < (dense or 0), *(str(value[index]) for value in lists.values())) for index in range(blocks)]
-    firsts = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
-    count = _smallest(blocks, max(LEAST["blocks"], 2 * plan.pp, len(firsts)), plan.pp)
+    firsts = _first_of_each_kind(config)
+    sizes = _sizes(config, plan)
+    if sizes:
+        count = sum(sizes)
+    else:
+        count = _smallest(blocks, max(LEAST["blocks"], 2 * plan.stages, len(firsts)), plan.stages)
     others = (index for index in range(blocks) if index not in firsts.values())
     kept = sorted([*firsts.values(), *itertools.islice(others, count - len(firsts))])
     found: dict[str, Any] = {"num_hidden_layers": count}
     if dense is not None:
         found["first_k_dense_replace"] = sum(index < dense for index in kept)
     return found | {key: [value[index] for index in kept] for key, value in lists.items()}
+
+
+def _lists(config: Any) -> dict[str, list[Any]]:
+    """The values of a config that have an entry for each block."""
+    return {
+        key: value
+        for key, value in config.to_dict().items()
+        if "layer" in key and isinstance(value, list) and len(value) == config.num_hidden_layers
+    }
+
+
+def _first_of_each_kind(config: Any) -> dict[tuple[Any, ...], int]:
+    """The first block of each kind."""
+    dense = getattr(config, "first_k_dense_replace", None) or 0
+    lists = _lists(config).values()
+    kinds = [(index < dense, *(str(value[index]) for value in lists)) for index in range(config.num_hidden_layers)]
+    return {kind: index for index, kind in reversed(list(enumerate(kinds)))}
+
+
+def _sizes(config: Any, plan: Plan) -> list[int]:
+    """The blocks of each stage of the twin where the plan writes out the model's, and these add up; else none. The least
+    such sizes, 2 and more where the model's are, that are in the same order and leave room for every kind of block."""
+    sizes = written(plan.balance)
+    if sizes is None or refusal(plan.balance, plan.stages, config.num_hidden_layers):
+        return []
+    places = {size: place for place, size in enumerate(sorted(set(sizes)))}
+    kinds = len(_first_of_each_kind(config))
+    fewer = ([min(size, least + places[size]) for size in sizes] for least in itertools.count(2))
+    return next(found for found in fewer if sum(found) >= kinds)
 
 
 def _attention(config: Any, plan: Plan) -> dict[str, Any]:

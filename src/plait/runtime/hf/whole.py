@@ -22,7 +22,7 @@ class WholeModel:
         tensors = start(self.module, model.weights, seed)
         fill(
             self.module, find_tied(self.module), tensors, lambda _, whole: whole[...].to(dtype, copy=True),
-            torch.device("cpu"),
+            torch.device("cpu"), {},
         )  # fmt: skip
         self._dropping = Dropping(seed) if drops(self.module) else None
         if self._dropping is not None:

@@ -5,7 +5,7 @@
 
 Each gradient is a view of its bucket, so nothing is copied (but bf16 gradients are added to their fp32 view). Buckets
 leave in one fixed order, the same on every rank, so that collectives always meet; a parameter that got no gradient counts
-as zero when the step ends. Which parameters share a bucket is decided in design/sharding.py. Li et al., "PyTorch
+as zero when its stage ends. Which parameters share a bucket is decided in design/sharding.py. Li et al., "PyTorch
 Distributed", VLDB 2020, section 3.2.
 """
 
@@ -22,16 +22,21 @@ from ..comm.world import Group
 
 
 class Buckets:
-    """The `GradSink` of data parallelism. Gradients accumulate in `dtype`, whatever the parameters compute in."""
+    """The `GradSink` of data parallelism. Gradients accumulate in `dtype`, whatever the parameters compute in. `stages`
+    say of which stage each bucket is; `parts` in how many parts a parameter's gradient comes from one microbatch (1 when
+    not named): by autograd, and from what put off a product; once for each stage that uses it here."""
 
     def __init__(
-        self, buckets: Sequence[tuple[Parameter, ...]], parameters: Mapping[str, nn.Parameter],
-        groups: Mapping[tuple[str, ...], Group], dtype: torch.dtype,
+        self, buckets: Sequence[tuple[Parameter, ...]], stages: Sequence[int], parameters: Mapping[str, nn.Parameter],
+        groups: Mapping[tuple[str, ...], Group], dtype: torch.dtype, parts: Mapping[str, int],
     ) -> None:  # fmt: skip
         self.gradients: dict[str, Tensor] = {}
+        self.final = False
         self._buffers: list[Tensor] = []
+        self._stages = list(stages)
         self._groups = [groups[bucket[0].first.summed_over] for bucket in buckets]
-        self._sizes = [len(bucket) for bucket in buckets]
+        self._sizes = [sum(parts.get(held.name, 1) for held in bucket) for bucket in buckets]
+        self._bucket_of: dict[nn.Parameter, int] = {}
         for number, bucket in enumerate(buckets):
             own = [parameters[held.name] for held in bucket]
             buffer = torch.zeros(sum(p.numel() for p in own), dtype=dtype, device=own[0].device)
@@ -43,18 +48,19 @@ class Buckets:
 
     def _adopt(self, name: str, parameter: nn.Parameter, view: Tensor, bucket: int) -> None:
         self.gradients[name] = view
+        self._bucket_of[parameter] = bucket
         same = parameter.dtype == view.dtype
         if same:
             parameter.grad = view
 
-        def ready(p: Tensor) -> None:
+        def accumulated(p: Tensor) -> None:
             if not same:
                 assert p.grad is not None
                 view.add_(p.grad)
                 p.grad = None
-            self.ready(bucket)
+            self.ready(parameter)
 
-        parameter.register_post_accumulate_grad_hook(ready)
+        parameter.register_post_accumulate_grad_hook(accumulated)
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -66,28 +72,25 @@ class Buckets:
         for buffer in self._buffers:
             buffer.zero_()
         self._missing = list(self._sizes)
-        self._started = 0
         self._handles: list[Handle] = []
-        self._last = False
+        self.final = False
 
-    def last_backward(self) -> None:
-        self._last = True
-
-    def ready(self, bucket: int) -> None:
-        """One gradient of `bucket` is complete for this microbatch; on the last one it may leave."""
-        if not self._last:
+    def ready(self, parameter: nn.Parameter) -> None:
+        """A part of this gradient is complete for this microbatch; on a stage's last one the bucket may leave."""
+        if not self.final:
             return
-        self._missing[bucket] -= 1
-        while self._started < len(self._buffers) and self._missing[self._started] == 0:
+        self._missing[self._bucket_of[parameter]] -= 1
+        while len(self._handles) < len(self._buffers) and self._missing[len(self._handles)] == 0:
             self._start()
 
     def _start(self) -> None:
-        buffer, group = self._buffers[self._started], self._groups[self._started]
-        self._handles.append(all_reduce(buffer, group, why="gradients", wait=False))
-        self._started += 1
+        number = len(self._handles)
+        self._handles.append(all_reduce(self._buffers[number], self._groups[number], why="gradients", wait=False))
 
-    def finish(self) -> None:
-        while self._started < len(self._buffers):
-            self._start()
-        for handle in self._handles:
-            handle.wait()
+    def finish(self, stage: int) -> None:
+        """Returns when the gradients of `stage` are summed; the stages after it on this rank must be done."""
+        for number, of in enumerate(self._stages):
+            if of >= stage:
+                while len(self._handles) <= number:
+                    self._start()
+                self._handles[number].wait()

@@ -1,18 +1,20 @@
 """Carries out one rank's row of a schedule: a table from kind to method, and a loop.
 
 Order is not decided here. Sends and receives are posted where the table has them and waited for where the table says so;
-a sent tensor lives until its handle is done. With one stage this is gradient accumulation.
+a sent tensor lives until its handle is done, and no longer: what backward needs of it is its place in the graph. Stages
+that follow each other on this rank hand over without a message. With one stage this is gradient accumulation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ...design.schedule import Action, Kind, Schedule
+from ...design.schedule import BACKWARDS, LAST, Action, Kind, Schedule
 from ..batch import Batch
 from ..comm import collectives
 from ..comm.collectives import Handle
@@ -29,11 +31,24 @@ class Clock(Protocol):
     def mark(self, action: Action, since: object) -> None: ...
 
 
+class WeightGradients(Protocol):
+    """What the linear layers of a stage owe (parallel/split_backward.py)."""
+
+    def keep(self, microbatch: int) -> None: ...
+
+    def settle(self, microbatch: int) -> None: ...
+
+
 class Stage(Protocol):
     """What the pipeline needs of a stage (parallel/stage.py)."""
 
     @property
     def is_last(self) -> bool: ...
+
+    @property
+    def weight_gradients(self) -> WeightGradients | None:
+        """Where backward is split."""
+        ...
 
     def forward(self, batch: Batch, received: Tensor | None) -> Tensor: ...
 
@@ -43,110 +58,149 @@ class Stage(Protocol):
 class GradSink(Protocol):
     """Where finished gradients go."""
 
-    def last_backward(self) -> None:
-        """The next backward is the stage's last: each gradient may leave as soon as it is ready."""
+    final: bool
+    """Whether what backward gives now is the last of the step for its stage: each gradient may leave when it is ready."""
+
+    def finish(self, stage: int) -> None:
+        """Returns when every gradient of the stage is reduced."""
         ...
 
-    def finish(self) -> None:
-        """Returns when every gradient is reduced."""
-        ...
+
+Key = tuple[int, int]
+"""(stage, microbatch)."""
 
 
 class Pipeline:
-    """One rank's part in a schedule. `hidden` is the size of what passes between stages: [b, s, hidden] of `dtype`."""
+    """One rank's part in a schedule; `stages` are those of this rank, by number. What stage n gives to the next is
+    [b, s, width(n)] of `dtype`."""
 
     def __init__(
-        self, schedule: Schedule, stage: Stage, group: Group, *, hidden: int, dtype: torch.dtype, device: torch.device,
-        clock: Clock, sink: GradSink,
+        self, schedule: Schedule, stages: Mapping[int, Stage], group: Group, *, width: Callable[[int], int],
+        dtype: torch.dtype, device: torch.device, clock: Clock, sink: GradSink,
     ) -> None:  # fmt: skip
         self.schedule = schedule
         self._row = schedule.rows[group.index]
-        self._stage, self._group, self.clock, self._sink = stage, group, clock, sink
-        self._hidden, self._dtype, self._device = hidden, dtype, device
-        self._last = next((a.microbatch for a in reversed(self._row) if a.kind is Kind.BACKWARD), None)
-        self._do: dict[Kind, Callable[[int], None]] = {
+        self._stages, self._group, self.clock, self._sink = stages, group, clock, sink
+        self._width, self._dtype, self._device = width, dtype, device
+        self._trains = any(action.kind in BACKWARDS for action in self._row)
+        # The last of its kind of every stage: when the gradients that it gives are whole.
+        self._final = {(a.stage, False): a.microbatch for a in self._row if a.kind in BACKWARDS}
+        self._final |= {(a.stage, True): a.microbatch for a in self._row if a.kind in LAST}
+        self._do: dict[Kind, Callable[[int, int], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
             Kind.SEND_ACTIVATION: self._send_activation,
             Kind.RECEIVE_ACTIVATION: self._receive_activation,
             Kind.WAIT_ACTIVATION: self._wait_activation,
             Kind.SEND_GRADIENT: self._send_gradient,
             Kind.RECEIVE_GRADIENT: self._receive_gradient,
             Kind.WAIT_GRADIENT: self._wait_gradient,
-            Kind.REDUCE: lambda _: self._sink.finish(),
+            Kind.REDUCE: lambda stage, _: self._sink.finish(stage),
         }
 
     def run(self, microbatches: Sequence[Batch], inverse_weight: Tensor | None) -> Tensor:
-        """One step: the sum of this rank's losses (0 before the last stage), on the device. Without `inverse_weight`
-        the last stage keeps its logits in `outputs` and computes no loss."""
+        """One step: the sum of this rank's losses (0 without the last stage), on the device. Without `inverse_weight` the
+        last stage keeps its logits in `logits`, by microbatch, and computes no loss."""
         self._microbatches, self._inverse_weight = microbatches, inverse_weight
-        self._received: dict[int, Tensor] = {}
-        self._gradients: dict[int, Tensor] = {}
-        self._arriving: dict[tuple[str, int], Handle] = {}
+        self._received: dict[Key, Tensor] = {}  # what a stage reads
+        self._given: dict[Key, Tensor] = {}  # what it gave, until it is sent or handed over
+        self._graphs: dict[Key, GradientEdge] = {}  # where its backward starts
+        self._gradients: dict[Key, Tensor] = {}  # of what it gave
+        self._arriving: dict[tuple[str, int, int], Handle] = {}
         self._sent: list[Handle] = []
-        self.outputs: dict[int, Tensor] = {}
+        self.logits: dict[int, Tensor] = {}
         self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
         for action in self._row:
             since = self.clock.now()
-            self._do[action.kind](action.microbatch)
+            self._do[action.kind](action.stage, action.microbatch)
             self.clock.mark(action, since)
         for handle in self._sent:
             handle.wait()
-        self._received.clear()
         return self._loss
 
-    def _forward(self, m: int) -> None:
-        batch = self._microbatches[m]
-        # Without backwards to come, what was received and sent lives no longer than its use.
-        received = self._received.get(m) if self._last is not None else self._received.pop(m, None)
-        output = self._stage.forward(batch, received)
-        if self._stage.is_last and self._inverse_weight is not None:
-            output = self._stage.loss(output, batch, self._inverse_weight)
+    def _forward(self, stage: int, m: int) -> None:
+        batch, key, before = self._microbatches[m], (stage, m), self.schedule.before(stage)
+        if before is not None and not self.schedule.sends(before, stage):
+            # Handed over on this rank: a leaf, so that each stage has a graph of its own.
+            self._received[key] = self._given.pop((before, m)).detach().requires_grad_(torch.is_grad_enabled())
+        # Without backwards to come, what was received lives no longer than its use.
+        received = self._received.get(key) if self._trains else self._received.pop(key, None)
+        part = self._stages[stage]
+        output = part.forward(batch, received)
+        if part.is_last:
+            if self._inverse_weight is None:
+                self.logits[m] = output
+                return
+            output = part.loss(output, batch, self._inverse_weight)
             self._loss += output.detach()
-        self.outputs[m] = output
+        else:
+            self._given[key] = output.detach()
+        if self._trains:
+            self._graphs[key] = get_gradient_edge(output)
 
-    def _backward(self, m: int) -> None:
-        if m == self._last:
-            self._sink.last_backward()
-        output = self.outputs.pop(m)
-        torch.autograd.backward(output, self._gradients.pop(m, None))
-        if m in self._received:
-            gradient = self._received.pop(m).grad
+    def _backward(self, stage: int, m: int) -> None:
+        self._backward_input(stage, m)
+        if self._stages[stage].weight_gradients is not None:
+            self._backward_weight(stage, m)
+
+    def _backward_input(self, stage: int, m: int) -> None:
+        key, part = (stage, m), self._stages[stage]
+        self._sink.final = m == self._final[stage, False]
+        torch.autograd.backward(self._graphs.pop(key), self._gradients.pop(key, None))
+        if part.weight_gradients is not None:
+            part.weight_gradients.keep(m)
+        before = self.schedule.before(stage)
+        if before is not None:
+            gradient = self._received.pop(key).grad
             assert gradient is not None
-            self._gradients[m] = gradient
+            self._gradients[before, m] = gradient
 
-    def _send_activation(self, m: int) -> None:
-        output = self.outputs[m] if self._last is not None else self.outputs.pop(m)
-        self._post(output.detach(), +1, m, "activation")
+    def _backward_weight(self, stage: int, m: int) -> None:
+        owed = self._stages[stage].weight_gradients
+        assert owed is not None
+        self._sink.final = m == self._final[stage, True]
+        owed.settle(m)
 
-    def _send_gradient(self, m: int) -> None:
-        self._post(self._gradients.pop(m), -1, m, "gradient")
+    def _send_activation(self, stage: int, m: int) -> None:
+        self._post(self._given.pop((stage, m)), stage, self.schedule.after(stage), m, "activation")
 
-    def _post(self, tensor: Tensor, step: int, m: int, why: str) -> None:
+    def _send_gradient(self, stage: int, m: int) -> None:
+        before = self.schedule.before(stage)
+        assert before is not None
+        self._post(self._gradients.pop((before, m)), before, before, m, "gradient")
+
+    def _post(self, tensor: Tensor, boundary: int, target: int | None, m: int, why: str) -> None:
+        assert target is not None
         self._sent = [handle for handle in self._sent if not handle.done()]
-        to = self._group.index + step
-        self._sent.append(collectives.send(tensor, to, self._group, why=why, tag=_tag(why, m)))
+        to = self.schedule.rank_of(target)
+        tag = self._tag(why, boundary, m)
+        self._sent.append(collectives.send(tensor, to, self._group, why=why, tag=tag))
 
-    def _receive(self, step: int, m: int, why: str) -> Tensor:
+    def _receive(self, stage: int, boundary: int, source: int | None, m: int, why: str) -> Tensor:
+        assert source is not None
         batch = self._microbatches[m]
-        space = torch.empty((*batch.tokens.shape, self._hidden), dtype=self._dtype, device=self._device)
-        source = self._group.index + step
-        self._arriving[why, m] = collectives.receive(space, source, self._group, why=why, tag=_tag(why, m))
+        space = torch.empty((*batch.tokens.shape, self._width(boundary)), dtype=self._dtype, device=self._device)
+        rank, tag = self.schedule.rank_of(source), self._tag(why, boundary, m)
+        self._arriving[why, stage, m] = collectives.receive(space, rank, self._group, why=why, tag=tag)
         return space
 
-    def _receive_activation(self, m: int) -> None:
-        self._received[m] = self._receive(-1, m, "activation")
+    def _receive_activation(self, stage: int, m: int) -> None:
+        before = self.schedule.before(stage)
+        self._received[stage, m] = self._receive(stage, stage - 1, before, m, "activation")
 
-    def _receive_gradient(self, m: int) -> None:
-        self._gradients[m] = self._receive(+1, m, "gradient")
+    def _receive_gradient(self, stage: int, m: int) -> None:
+        after = self.schedule.after(stage)
+        self._gradients[stage, m] = self._receive(stage, stage, after, m, "gradient")
 
-    def _wait_activation(self, m: int) -> None:
-        self._arriving.pop(("activation", m)).wait()
-        self._received[m].requires_grad_(torch.is_grad_enabled())
+    def _wait_activation(self, stage: int, m: int) -> None:
+        self._arriving.pop(("activation", stage, m)).wait()
+        self._received[stage, m].requires_grad_(torch.is_grad_enabled())
 
-    def _wait_gradient(self, m: int) -> None:
-        self._arriving.pop(("gradient", m)).wait()
+    def _wait_gradient(self, stage: int, m: int) -> None:
+        self._arriving.pop(("gradient", stage, m)).wait()
 
-
-def _tag(why: str, m: int) -> int:
-    return 2 * m + (why == "gradient")
+    def _tag(self, why: str, boundary: int, m: int) -> int:
+        """Of what passes between a stage and the next: one for each microbatch and direction."""
+        return 2 * (boundary * self.schedule.microbatches + m) + (why == "gradient")

@@ -4,6 +4,7 @@ on the last stage, the loss. It knows nothing of schedules, ranks or where its b
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor
 
@@ -13,12 +14,23 @@ Body = Callable[[Batch, Tensor | None], Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
+class WeightGradients(Protocol):
+    """What linear layers owe where backward is split; the stage keeps it, the pipeline asks for it."""
+
+    note: Callable[[Tensor], object]
+
+    def keep(self, microbatch: int) -> None: ...
+
+    def settle(self, microbatch: int) -> None: ...
+
+
 class Stage:
     """`forward(batch, received)`; on the last stage `loss(logits, targets)` gives a sum over the trained targets."""
 
-    def __init__(self, body: Body, loss: Loss | None) -> None:
+    def __init__(self, body: Body, loss: Loss | None, weight_gradients: WeightGradients | None = None) -> None:
         self._body = body
         self._loss = loss
+        self.weight_gradients = weight_gradients
 
     @property
     def is_last(self) -> bool:

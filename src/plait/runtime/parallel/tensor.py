@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,6 +23,17 @@ from ..comm import differentiable
 from ..comm.world import Group
 
 Forward = Callable[[Tensor], Tensor]
+
+
+class Multiply(Protocol):
+    """x Wᵀ + b, or x W + b when `transposed`."""
+
+    def __call__(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool) -> Tensor: ...
+
+
+def product(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool) -> Tensor:
+    """What autograd knows."""
+    return F.linear(x, weight.t() if transposed else weight, bias)
 
 
 class SharedInput:
@@ -46,36 +58,35 @@ class SharedInput:
 
 
 def split(
-    module: nn.Module, row: Style, group: Group, shared: SharedInput, *, start: int, gather: bool, transposed: bool
-) -> None:
+    module: nn.Module, row: Style, group: Group, shared: SharedInput, *, start: int, gather: bool, transposed: bool,
+    multiply: Multiply,
+) -> None:  # fmt: skip
     """Replaces the forward of `module`, whose parameters are (or will be) this rank's slices. `start` is the first row of
     an embedding's slice; `gather` whether a style that gathers its output does so here; `transposed` whether the weight
-    is [in, out]."""
+    is [in, out]; `multiply` what a linear layer multiplies by (split_backward.py's, or `product`)."""
     forward: Callable[..., Tensor]
     if isinstance(module, nn.Embedding):
         forward = _embedding(module, group, start)
     elif row.cuts == "both":
         forward = _experts(module, group, shared)
     else:
-        forward = _linear(module, row, group, shared, gather, transposed)
+        forward = _linear(module, row, group, shared, gather, transposed, multiply)
     module.forward = forward
 
 
 def _linear(
-    module: nn.Module, row: Style, group: Group, shared: SharedInput, gather: bool, transposed: bool
+    module: nn.Module, row: Style, group: Group, shared: SharedInput, gather: bool, transposed: bool, multiply: Multiply
 ) -> Forward:
     def forward(x: Tensor) -> Tensor:
-        weight: Tensor = module.weight  # type: ignore[assignment]
-        if transposed:
-            weight = weight.t()
-        bias: Tensor | None = module.bias  # type: ignore[assignment]
+        weight: nn.Parameter = module.weight  # type: ignore[assignment]
+        bias: nn.Parameter | None = module.bias  # type: ignore[assignment]
         if row.enter == "copy":
             x = shared(x)
         if row.leave == "sum":
             # The bias is whole on every rank: added after the sum, once.
-            y = differentiable.sum(F.linear(x, weight), group, why="row-parallel output")
+            y = differentiable.sum(multiply(x, weight, None, transposed=transposed), group, why="row-parallel output")
             return y if bias is None else y + bias
-        y = F.linear(x, weight, bias)
+        y = multiply(x, weight, bias, transposed=transposed)
         if row.leave == "gather" and gather:
             y = differentiable.gather(y, group, why="column-parallel output")
         return y

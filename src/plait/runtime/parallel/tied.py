@@ -23,7 +23,8 @@ FIRST_TAG = 1 << 20
 
 
 class TiedWeights:
-    """The exchange of one rank; `group` is its pipeline. `gradients` and `weights` are by the parameter's name."""
+    """The exchange of one rank; `group` is its pipeline. `parameters` are all of the model's, so that every rank counts
+    them alike; `gradients` and `weights` are this rank's, by the parameter's name."""
 
     def __init__(
         self, parameters: Sequence[Parameter], group: Group, gradients: Mapping[str, Tensor],
@@ -33,17 +34,18 @@ class TiedWeights:
         self._exchanges: list[tuple[str, int, int, int]] = []
         for number, parameter in enumerate(parameters):
             owner = parameter.first.owner
-            users = dict.fromkeys(stage for stage, _ in parameter.first.uses if stage != owner)
+            users = dict.fromkeys(place for place in parameter.first.places if place != owner)
             for place, user in enumerate(users):
                 self._exchanges.append((parameter.name, owner, user, FIRST_TAG + number * group.size + place))
 
     def reduce(self) -> None:
         """Adds the users' gradients to the owner's; to be called when each is summed over its own ranks."""
         for name, owner, user, tag in self._exchanges:
-            gradient, here = self._gradients[name], self._group.index
+            here = self._group.index
             if here == user:
-                send(gradient, owner, self._group, why="tied gradient", tag=tag).wait()
+                send(self._gradients[name], owner, self._group, why="tied gradient", tag=tag).wait()
             elif here == owner:
+                gradient = self._gradients[name]
                 arrived = torch.empty_like(gradient)
                 receive(arrived, user, self._group, why="tied gradient", tag=tag).wait()
                 gradient += arrived
@@ -52,8 +54,8 @@ class TiedWeights:
     def publish(self) -> None:
         """Gives the owner's new weight to the users."""
         for name, owner, user, tag in self._exchanges:
-            weight, here = self._weights[name], self._group.index
+            here = self._group.index
             if here == owner:
-                send(weight.detach(), user, self._group, why="tied weight", tag=tag).wait()
+                send(self._weights[name].detach(), user, self._group, why="tied weight", tag=tag).wait()
             elif here == user:
-                receive(weight.detach(), owner, self._group, why="tied weight", tag=tag).wait()
+                receive(self._weights[name].detach(), owner, self._group, why="tied weight", tag=tag).wait()

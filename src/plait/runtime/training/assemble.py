@@ -2,120 +2,190 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
 import torch
+from torch import Tensor, nn
 
 from ...design.errors import PlanError
-from ...design.plan import Plan, validate
-from ...design.schedule import FORWARD_ONLY, Schedule, check, lower, make
+from ...design.plan import Plan, stage_blocks, validate, width_after
+from ...design.schedule import FORWARD_ONLY, Schedule, check, lower
 from ...design.sharding import Parameter, Sharding, buckets, shard
 from ...design.styles import style
+from ...design.table import settled, table
+from .. import sequential
 from ..comm.world import Group, World
 from ..hf.read import Model, read
-from ..hf.stage_model import StageModel
+from ..hf.stage_model import StageModel, transposed
 from ..parallel import loss, tensor
 from ..parallel.clock import Clock
 from ..parallel.data import Buckets
 from ..parallel.pipeline import Pipeline
+from ..parallel.split_backward import WeightGradients
 from ..parallel.stage import Stage
 from ..parallel.tied import TiedWeights
+from ..sequential import SequentialModel, SequentialStage
 from .optimizer import Optimizer
-from .step import Run
+from .step import Body, Run, Trained
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def build(plan: Plan, world: World, *, model: Model | None = None, wide: bool = False, steps: int | None = None) -> Run:
-    """The run of `plan` on this rank of `world`. `wide` computes and accumulates in fp64 whatever the plan says; `steps`
-    is the run's length when the data decides it (the plan counts epochs)."""
+def build(
+    plan: Plan, world: World, *, model: Model | nn.Sequential | None = None, wide: bool = False, steps: int | None = None
+) -> Run:  # fmt: skip
+    """The run of `plan` on this rank of `world`. `model` stands in the place of the plan's: a plain nn.Sequential is its
+    own model and starts from its own weights, the same on every rank. `wide` computes and accumulates in fp64 whatever
+    the plan says; `steps` is the run's length when the data decides it (the plan counts epochs)."""
     # What the model is made of, and whether the plan fits it: refused here, before anything is built.
-    model = model or read(plan.model)
-    validate(plan, model.facts)
+    trained = model_of(plan, model, wide=wide)
+    plan = settled(plan, trained.facts)
     if plan.epochs and steps is None:
         raise PlanError(f"The plan counts epochs ({plan.epochs}): pass build(..., steps=batches.steps_total) as well.")
     dtype = torch.float64 if wide else COMPUTE[plan.compute]
     accumulate = torch.float64 if wide else torch.float32
 
     # Who holds what, and who does what when; the table is proven before it is used.
-    sharding = shard(model.facts, plan)
-    stage_index = world.coordinate["pp"]
-    held = sharding.on_stage(stage_index)
-    schedule = lower(make(plan.schedule, plan.pp, plan.microbatches), reduce=True)
+    sharding = shard(trained.facts, plan)
+    place = world.coordinate["pp"]
+    numbers = sharding.stages_at(place)
+    held = sharding.at(place)
+    computed = table(plan, trained.facts)
+    # The two of a pair run one after the other here, so that what the first gives is sent before the second begins.
+    schedule = lower(replace(computed, pairs=()), reduce=True)
     check(schedule)
 
-    # The modules of this stage, without memory; then tp replaces forwards; then each module gets its slices.
-    body = StageModel(model, sharding, world.rank, dtype, seed=plan.seed, attention=plan.attention)
+    # The modules of each stage here, without memory; then tp replaces forwards, and split backward what linear layers do
+    # for their weights; then each module gets its slices. A weight that two stages of this rank use is one.
     tp = world.group("tp")
-    forget = _split_over_tp(model, body, sharding, world, tp)
-    body.materialise(sharding, world.rank, plan.seed, world.device)
-    parameters = body.parameters()
+    shared = tensor.SharedInput(tp)
+    bodies: dict[int, Body] = {}
+    owed: dict[int, WeightGradients] = {}
+    parts: Counter[str] = Counter()
+    kept: dict[str, nn.Parameter] = {}
+    for number in (number for number in numbers if number < plan.stages):
+        body = _body(plan, trained, sharding, world, number, dtype)
+        if computed.splits:
+            owed[number] = WeightGradients()
+        later = _replace_forwards(trained, body, sharding, world, tp, shared, number, owed.get(number))
+        parts += _parts(sharding, number, later)
+        if isinstance(body, StageModel):
+            body.materialise(sharding, world.rank, plan.seed, world.device, kept)
+        else:
+            body.materialise(world.device, kept)
+        bodies[number] = body
+    parameters = {name: parameter for body in bodies.values() for name, parameter in body.parameters().items()}
 
-    # plait owns the loss: it reads the head's cut logits.
-    last = stage_index == plan.pp - 1
-    head = sharding.parameter(model.facts.head_weight.name)
-    start = _first_row(head, world)
-    over = tp if head.first.compute.cut_axes else world.alone
-    stage = Stage(body.forward, (lambda x, y: loss.cross_entropy(x, y, over, start=start)) if last else None)
+    # plait owns the loss: it reads the head's cut logits, also where they are sent to a stage that has nothing else.
+    start, over = 0, world.alone
+    if plan.tp > 1:
+        head = sharding.parameter(trained.facts.head_weight.name)
+        start, over = _first_row(head, world), tp if head.first.compute.cut_axes else world.alone
+
+    def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return loss.cross_entropy(logits, targets, over, start=start)
+
+    stages = {
+        number: Stage(
+            bodies[number].forward if number in bodies else loss.only, summed_loss if number == plan.loss_stage else None,
+            owed.get(number),
+        )
+        for number in numbers
+    }  # fmt: skip
 
     # Gradients live in buckets, which are reduced while backward goes on.
     item = torch.empty((), dtype=accumulate).element_size()
     grouped = buckets(held, plan.mesh, world.rank, plan.bucket_bytes, item)
     groups = {one.first.summed_over: world.group(*one.first.summed_over) for one in held}
-    sink = Buckets(grouped, parameters, groups, accumulate)
+    of_stage = [bucket[0].first.stages_at(place)[0] for bucket in grouped]
+    sink = Buckets(grouped, of_stage, parameters, groups, accumulate, parts)
+    for gradients in owed.values():
+        gradients.adopt({parameters[name]: gradient for name, gradient in sink.gradients.items()}, sink.ready)
 
     # A tied weight has one owner; the optimizer updates what this rank owns; the pipeline carries out the table.
-    tied = TiedWeights(held, world.group("pp"), sink.gradients, parameters)
-    owned = tuple(one for one in held if one.first.owner == stage_index)
+    tied = TiedWeights(sharding.parameters, world.group("pp"), sink.gradients, parameters)
+    owned = tuple(one for one in held if one.first.owner == place)
     optimizer = Optimizer(plan, owned, parameters, sink.gradients)
     clock = Clock(world.device)
 
     def pipeline(table: Schedule, clock: Clock) -> Pipeline:
         return Pipeline(
-            table, stage, world.group("pp"), hidden=model.facts.hidden, dtype=dtype, device=world.device,
-            clock=clock, sink=sink,
+            table, stages, world.group("pp"), width=partial(width_after, plan, trained.facts), dtype=dtype,
+            device=world.device, clock=clock, sink=sink,
         )  # fmt: skip
 
     return Run(
-        plan=plan, world=world, model=model, sharding=sharding, sink=sink, optimizer=optimizer, tied=tied, clock=clock,
-        body=body, stage=stage, pipeline=pipeline(schedule, clock),
-        forward=pipeline(_forwards(plan.pp, 1), Clock(world.device)),
-        evaluation=pipeline(_forwards(plan.pp, plan.microbatches), Clock(world.device)), forget=forget, steps=steps,
+        plan=plan, world=world, model=trained, sharding=sharding, sink=sink, optimizer=optimizer, tied=tied, clock=clock,
+        bodies=bodies, parameters=parameters, stages=stages, pipeline=pipeline(schedule, clock),
+        forward=pipeline(_forwards(plan, 1), Clock(world.device)),
+        evaluation=pipeline(_forwards(plan, plan.microbatches), Clock(world.device)), forget=shared, steps=steps,
     )  # fmt: skip
 
 
-def _forwards(pp: int, microbatches: int) -> Schedule:
+def model_of(plan: Plan, model: Model | nn.Sequential | None, *, wide: bool = False) -> Trained:
+    """The model that is trained, which the plan fits: the one given, or the plan's."""
+    if isinstance(model, nn.Sequential):
+        return sequential.read(model, plan, torch.float64 if wide else COMPUTE[plan.compute])
+    model = model or read(plan.model)
+    validate(plan, model.facts)
+    return model
+
+
+def _body(plan: Plan, model: Trained, sharding: Sharding, world: World, stage: int, dtype: torch.dtype) -> Body:
+    """The modules of a stage, without memory."""
+    if isinstance(model, SequentialModel):
+        return SequentialStage(model, *stage_blocks(plan, model.facts)[stage], dtype)
+    return StageModel(model, sharding, world.rank, stage, dtype, seed=plan.seed, attention=plan.attention)
+
+
+def _forwards(plan: Plan, microbatches: int) -> Schedule:
     """Samples take one microbatch, evaluation as many as a step."""
-    table = lower(FORWARD_ONLY(pp, microbatches))
+    table = lower(FORWARD_ONLY(plan.placement, microbatches))
     check(table)
     return table
 
 
-def _split_over_tp(
-    model: Model, body: StageModel, sharding: Sharding, world: World, group: Group
-) -> tensor.SharedInput:
-    shared = tensor.SharedInput(group)
-    if group.size == 1:
-        return shared
-    stage, done = world.coordinate["pp"], set[str]()
+def _replace_forwards(
+    model: Trained, body: Body, sharding: Sharding, world: World, group: Group, shared: tensor.SharedInput,
+    stage: int, owed: WeightGradients | None,
+) -> set[str]:  # fmt: skip
+    """Splits the layers of a stage over tp, and puts off the weight gradients of linear layers where backward is split:
+    the names of those modules."""
+    done, later = set[str](), set[str]()
     for parameter in sharding.on_stage(stage):
-        fact = model.facts.by_name[parameter.name]
         for place, name in parameter.first.uses:
-            named = model.facts.styles[name]
-            if place != stage or named is None or name in done:
+            if place != stage or name in done:
                 continue
             done.add(name)
-            row = style(named, name)
-            if row.enter == row.leave == "none":
-                continue
-            # The head's output stays cut: the loss reads it so.
-            gather = name != model.facts.head
-            # A Linear's output side is its first dim.
-            transposed = len(fact.shape) == 2 and fact.cut == {"out": 1, "in": 0}.get(row.cuts)
             module = body.module.get_submodule(name)
-            start = _first_row(parameter, world)
-            tensor.split(module, row, group, shared, start=start, gather=gather, transposed=transposed)
-    return shared
+            named = model.facts.styles[name]
+            row = style(named, name) if named is not None and group.size > 1 else None
+            is_transposed = transposed(module)
+            if owed is not None and is_transposed is not None:
+                later.add(name)
+                owed.put_off(module, transposed=is_transposed)
+            if row is not None and (row.enter, row.leave) != ("none", "none"):
+                # The head's output stays cut: the loss reads it so.
+                tensor.split(
+                    module, row, group, shared, start=_first_row(parameter, world), gather=name != model.facts.head,
+                    transposed=bool(is_transposed), multiply=owed.linear if owed is not None else tensor.product,
+                )  # fmt: skip
+    return later
+
+
+def _parts(sharding: Sharding, stage: int, later: set[str]) -> Counter[str]:
+    """In how many parts each parameter's gradient comes from a microbatch of the stage: by autograd, and from the layers
+    whose products are put off."""
+    found = Counter[str]()
+    for parameter in sharding.on_stage(stage):
+        here = {name in later for place, name in parameter.first.uses if place == stage}
+        found[parameter.name] = len(here)
+    return found
 
 
 def _first_row(parameter: Parameter, world: World) -> int:
-    spans = parameter.spans(world.mesh, world.rank)
-    return spans[0][0] if spans else 0
+    """Where the rows of this tp rank begin: the same at every place of the pp axis."""
+    holder = world.mesh.rank(**{**world.coordinate, "pp": parameter.first.owner})
+    return parameter.spans(world.mesh, holder)[0][0]

@@ -45,7 +45,7 @@ def evaluate(run: Run, batches: Iterable[Batch]) -> Evaluation:
         for batch in batches:
             pipeline.clock.start()
             share = pipeline.run([part.to(world.device) for part in batch.split(plan.microbatches)], one)
-            total[0] += share * (place["pp"] == plan.pp - 1 and place["tp"] == 0)
+            total[0] += share * run.owns_loss
             total[1] += batch.weight.to(world.device) * (place["pp"] == place["tp"] == 0)
         run.forget()
         all_reduce(total, world.everyone, why="evaluation")

@@ -18,10 +18,12 @@ from ..comm.world import World
 
 
 def squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares of some gradients: a scalar on the device, added in their own type and given as fp64."""
+    """Sum of squares of some gradients, a scalar on the device: each row in its own type, the rows in fp64. torch's norm
+    of a whole tensor adds up few numbers of its type on a CPU, and is 4e-4 off for 12 M elements of fp32."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.nn.utils.get_total_norm(gradients).double().square()
+    rows = torch.cat([torch.linalg.vector_norm(gradient, dim=-1).flatten() for gradient in gradients])
+    return rows.double().square().sum()
 
 
 def part_of(tensor: Tensor, held: Parameter, number: int, mesh: Mesh, rank: int) -> Tensor:

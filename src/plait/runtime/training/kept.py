@@ -1,14 +1,15 @@
 """What a step keeps for backward, counted by autograd itself: every tensor that some backward saved, once, until the
 graph lets go of it.
 
-Costs a call of Python a saved tensor, so it counts one step and not all. Weights are not counted (they are held anyway),
-nor what a method keeps by itself, without autograd.
+Costs a call of Python a saved tensor, so it counts one step and not all. Weights are not counted (they are held anyway).
+A method that keeps tensors by itself, without autograd, notes them here: split backward does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -61,9 +62,20 @@ def _give(held: _Holder | Tensor) -> Tensor:
     return held.tensor if isinstance(held, _Holder) else held
 
 
+class Keeper(Protocol):
+    """What keeps tensors for backward by itself: asks `note` for something that lives as long as it keeps them."""
+
+    note: Callable[[Tensor], object]
+
+
 @contextmanager
-def counted(weights: Iterable[Tensor]) -> Iterator[Kept]:
-    """Counts what is saved for backward inside the block, `weights` left out."""
-    kept = Kept(weights)
+def counted(weights: Iterable[Tensor], keepers: Iterable[Keeper]) -> Iterator[Kept]:
+    """Counts what is kept for backward inside the block, by autograd and by `keepers`, `weights` left out."""
+    kept, keepers = Kept(weights), tuple(keepers)
+    before = [keeper.note for keeper in keepers]
+    for keeper in keepers:
+        keeper.note = kept.holds
     with torch.autograd.graph.saved_tensors_hooks(kept.holds, _give):
         yield kept
+    for keeper, note in zip(keepers, before, strict=True):
+        keeper.note = note

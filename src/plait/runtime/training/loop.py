@@ -6,15 +6,14 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from ..batch import Batch
 from ..comm.nursery import BadNumbersError
 from . import replicas
 from .evaluate import Evaluation
-from .step import Report, Run
+from .step import Given, Report, Run
 from .watch import Watch
 
 
-def train(run: Run, batches: Iterable[Batch], seen: Callable[[Report], None]) -> Watch:
+def train(run: Run, batches: Iterable[Given], seen: Callable[[Report], None]) -> Watch:
     """Takes a step on each batch and shows its report to `seen`, on every rank; returns what there was to see of the time
     and memory of the steps. Copies of a weight that differ before the first step, and numbers that are not finite after
     any, end the run on all ranks at once, since all see the same."""

@@ -49,7 +49,7 @@ def traffic(world: World, predicted: list[Traffic]) -> list[Traffic]:
 
 def memory(run: Run, watch: Watch) -> list[MemoryBill]:
     """What every rank holds, counted tensor by tensor, and what its first step kept for backward. Every rank must ask."""
-    weights = sum(parameter.nbytes for parameter in run.body.parameters().values())
+    weights = sum(parameter.nbytes for parameter in run.parameters.values())
     master, state = run.optimizer.held
     gradients = sum(buffer.nbytes for buffer in run.sink.buffers)
     mine = torch.tensor(

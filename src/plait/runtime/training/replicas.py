@@ -20,7 +20,7 @@ from .step import Run
 def agree(run: Run) -> None:
     """Raises a `BadNumbersError` that names the first part whose copies differ, and the ranks. All ranks must call."""
     world, held = run.world, run.sharding.parameters
-    weights = run.body.parameters()
+    weights = run.parameters
     mine = [digest(weights[one.name]) if one.name in weights else 0 for one in held]
     everyones = all_gather(torch.tensor(mine, device=world.device), world.everyone, why="replicas").tolist()
     for number, one in enumerate(held):

@@ -40,8 +40,8 @@ def _drawn(run: Run, prompt: list[int], count: int, temperature: float) -> list[
         pipeline.clock.start()
         pipeline.run([Batch.of(rows).to(world.device)], None)
         chosen = torch.zeros((), dtype=torch.int64, device=world.device)
-        if world.coordinate["pp"] == run.plan.pp - 1:
-            slices = all_gather(pipeline.outputs[0][0, -1].contiguous(), world.group("tp"), why="sample")
+        if run.has_loss:
+            slices = all_gather(pipeline.logits[0][0, -1].contiguous(), world.group("tp"), why="sample")
             token = _draw(slices.flatten().double().cpu(), temperature, generator)
             chosen.fill_(token if world.coordinate["tp"] == 0 else 0)
         # One rank of each replica knows it; the sum over its pipeline and tp ranks tells the others.

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from ...design.plan import Plan
 from ...design.sharding import Sharding
@@ -26,11 +27,19 @@ from ..parallel.pipeline import Pipeline
 from ..parallel.stage import Stage
 from ..parallel.tensor import SharedInput
 from ..parallel.tied import TiedWeights
+from ..sequential import SequentialModel, SequentialStage
 from .gradients import clip, loss_and_norm, part_of, squared_norm
 from .optimizer import Optimizer, learning_rate
 
+Trained = Model | SequentialModel
+Body = StageModel | SequentialStage
+
 Moment = Literal["reduced", "clipped"]
 """Gradients summed over the ranks and not yet clipped; clipped and not yet used."""
+
+
+Given = Batch | Sequence[Batch]
+"""What a step trains on: this rank's rows of a global batch, or its microbatches."""
 
 
 def _unseen(moment: Moment) -> None: ...
@@ -60,13 +69,16 @@ class Run:
     """A laid-out model in training on this rank. Made by `build`."""
 
     def __init__(
-        self, *, plan: Plan, world: World, model: Model, sharding: Sharding, sink: Buckets, optimizer: Optimizer,
-        tied: TiedWeights, clock: Clock, body: StageModel, stage: Stage, pipeline: Pipeline, forward: Pipeline,
-        evaluation: Pipeline,
-        forget: SharedInput, steps: int | None = None,
+        self, *, plan: Plan, world: World, model: Trained, sharding: Sharding, sink: Buckets, optimizer: Optimizer,
+        tied: TiedWeights, clock: Clock, bodies: Mapping[int, Body], parameters: Mapping[str, nn.Parameter],
+        stages: Mapping[int, Stage], pipeline: Pipeline, forward: Pipeline, evaluation: Pipeline, forget: SharedInput,
+        steps: int | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.world, self.model, self.sharding = plan, world, model, sharding
-        self.body, self.stage = body, stage
+        self.bodies, self.stages = bodies, stages
+        """By the number of the stage, those of this rank."""
+        self.parameters = parameters
+        """What this rank computes with, by the names of the whole model."""
         self.sink, self.optimizer, self.tied = sink, optimizer, tied
         self.steps = steps or plan.steps
         self.done = 0
@@ -80,42 +92,67 @@ class Run:
         self.clock, self.pipeline, self._shared = clock, pipeline, forget
         place = world.coordinate
         self._first_of_replica = place["pp"] == place["tp"] == 0
-        self._owns_loss = place["pp"] == plan.pp - 1 and place["tp"] == 0
+        self.has_loss = place["pp"] == sharding.placement[-1]
+        """Whether the last stage, which has the loss, is on this rank."""
+        self.owns_loss = self.has_loss and place["tp"] == 0
+        """Whether its loss counts: once a replica."""
         self._counted = [
             part_of(sink.gradients[held.name], held, number, world.mesh, world.rank)
-            for held in sharding.on_stage(place["pp"])
+            for held in sharding.at(place["pp"])
             for number, part in enumerate(held.parts)
             if part.grad.is_first_copy(world.mesh, world.rank)
         ]
+
+    def _microbatches(self, batch: Given) -> Sequence[Batch]:
+        plan = self.plan
+        if isinstance(batch, Batch):
+            rows = plan.batch // plan.dp
+            if batch.tokens.shape != (rows, plan.seq):
+                raise ValueError(
+                    f"step takes {rows} rows (batch {plan.batch} / dp {plan.dp}) of {plan.seq} tokens, not "
+                    f"{tuple(batch.tokens.shape)}"
+                )
+            return batch.split(plan.microbatches)
+        if len(batch) != plan.microbatches:
+            raise ValueError(f"step takes {plan.microbatches} microbatches, not {len(batch)}")
+        most = self.model.facts.positions
+        for number, part in enumerate(batch):
+            rows, length = part.tokens.shape
+            if not rows or not 0 < length <= most:
+                raise ValueError(
+                    f"microbatch {number} has {rows} x {length} tokens: give it a row or more of 1 to {most} tokens"
+                )
+        return batch
 
     def forget(self) -> None:
         """Lets go of what the last pass left for the next module."""
         self._shared.forget()
 
-    def step(self, batch: Batch, *, at: Callable[[Moment], None] = _unseen) -> Report:
+    def step(self, batch: Given, *, at: Callable[[Moment], None] = _unseen) -> Report:
         """Trains on this rank's rows of one global batch (batch / dp rows of seq tokens); the same report everywhere.
+
+        In place of one batch it takes the microbatches themselves, plan.microbatches of them, each of any rows and any
+        length: ranks that differ only in pp or tp must bring the same, dp ranks may bring others. What such a step moves
+        and keeps follows from their sizes, and not from the plan's.
+
         `at` is called at each `Moment`, for whoever wants to look at the gradients then."""
         begin = time.perf_counter()
         plan, world, laps = self.plan, self.world, self.laps
-        rows = plan.batch // plan.dp
-        if batch.tokens.shape != (rows, plan.seq):
-            raise ValueError(
-                f"step takes {rows} rows (batch {plan.batch} / dp {plan.dp}) of {plan.seq} tokens, not "
-                f"{tuple(batch.tokens.shape)}"
-            )
+        parts = self._microbatches(batch)
 
         world.begin(self.done + 1)
-        weight = (batch.weight * self._first_of_replica).to(world.device)
+        weight = (torch.stack([part.weight for part in parts]).sum() * self._first_of_replica).to(world.device)
         all_reduce(weight, world.everyone, why="target tokens")
         inverse = 1 / weight.clamp(min=1).double()
 
         laps["counted"] = self.clock.now()
-        microbatches = [part.to(world.device) for part in batch.split(plan.microbatches)]
+        microbatches = [part.to(world.device) for part in parts]
         laps["here"] = self.clock.now()
         self.sink.begin()
         laps["begun"] = self.clock.now()
         self.clock.start()
-        self.body.step = self.done
+        for body in self.bodies.values():
+            body.step = self.done
         share = self.pipeline.run(microbatches, inverse)
         self.forget()
         self.tied.reduce()
@@ -125,7 +162,7 @@ class Run:
         # Everyone's account of the step is sealed before this sum, and compared after it: ranks that did not make the
         # same calls take no step.
         world.seal()
-        loss, norm = loss_and_norm(share * self._owns_loss, squared_norm(self._counted, world.device), world)
+        loss, norm = loss_and_norm(share * self.owns_loss, squared_norm(self._counted, world.device), world)
         world.agree()
         clip(self.sink.buffers, norm, plan.clip)
         at("clipped")

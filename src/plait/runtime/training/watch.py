@@ -19,7 +19,7 @@ from ...design.records import STEP_SHARES, WORLD
 from ..batch import Batch
 from ..parallel.clock import between
 from .kept import counted
-from .step import Run
+from .step import Given, Run
 
 MEASURED = 10
 """The last steps, over which the shares are means; the first step warms up, and does not count where there are others."""
@@ -34,7 +34,7 @@ class Watch:
         self.kept = 0
         """The most bytes that the first step kept for backward at one time."""
 
-    def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def over(self, batches: Iterable[Given]) -> Iterator[Given]:
         source = iter(batches)
         began = time.perf_counter()
         while True:
@@ -44,8 +44,10 @@ class Watch:
                 return
             waited = time.perf_counter() - asked
             first = self._run.done == 0
-            held = (*self._run.body.parameters().values(), batch.tokens)
-            with counted(held) if first else nullcontext() as kept:
+            parts = (batch,) if isinstance(batch, Batch) else batch
+            held = (*self._run.parameters.values(), *(part.tokens for part in parts))
+            owed = [stage.weight_gradients for stage in self._run.stages.values() if stage.weight_gradients is not None]
+            with counted(held, owed) if first else nullcontext() as kept:
                 yield batch
             if kept is not None:
                 self.kept = kept.peak

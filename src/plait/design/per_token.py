@@ -1,0 +1,112 @@
+"""What one token costs on each stage, by the model's shapes: operations, and bytes that are kept for backward.
+
+Operations of a token in rows of s tokens, over all tp ranks; E elements of what it is multiplied by, attention a wide:
+
+    forward                     2 E + 2 a (s + 1)
+    backward of the input       2 E + 4 a (s + 1)      attention has no weights: all its backward is of the input
+    backward of the weights     2 E
+
+The sum is what balance.py makes even; parted as in Qi et al., "Zero Bubble Pipeline Parallelism", 2023, table 1.
+
+Bytes: every tensor that some backward needs, once; h hidden, a heads of D, t tp, e bytes of an element:
+
+    norm        h (4 + 2 e) + 4        its fp32 input, the normalised and the scaled output, 1 / root mean square
+    attention   (q + k + v + out) e / t + 4 a / t    outputs of q and k (rotated) and v, of attention, log-sum-exp
+    gated MLP   4 f e / t              outputs of gate, up, the activation, and their product
+    plain MLP   2 f e / t              the output before the activation and after it
+    stage       2 D e                  cosines and sines of the positions
+    embedding   9 where t > 1          the tokens' places among the own rows, and the mask of those that are elsewhere
+    head, loss  4 V / t + 18           fp32 exponentials, their sum, the target and its two masks; where the loss is
+
+Where backward is split, what the linear layers read and the gradients of what they gave (`deferred`) live on until the
+backward of the weights. After Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022,
+section 4, with the log-sum-exp of flash attention in the place of its scores, and counted tensor by tensor as
+transformers' llama keeps them: on a CPU, where every row is one document, the count is exact.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from . import balance
+from .facts import ModelFacts, ParameterFact
+from .plan import Plan, stage_blocks
+from .sharding import Sharding
+from .styles import STYLES
+
+ELEMENT = {"fp32": 4, "bf16": 2}
+"""Bytes of an element of compute."""
+WIDE = 4
+"""Bytes of an element of master weights, of a moment, and of what a norm or the loss computes in fp32."""
+
+
+def operations(plan: Plan, facts: ModelFacts, stage: int) -> tuple[int, int, int]:
+    """(forward, backward of the input, backward of the weights) of one token on `stage`."""
+    start, stop = stage_blocks(plan, facts)[stage]
+    products = 2 * sum(balance.products(facts)[start:stop])
+    attention = 2 * balance.attention_width(facts) * (plan.seq + 1) * (stop - start)
+    return products + attention, products + 2 * attention, products
+
+
+def kept(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int) -> int:
+    """Bytes that one token leaves for backward on each rank of `stage`."""
+    item, t = ELEMENT[plan.compute], plan.tp
+    used = [facts.by_name[held.name] for held in sharding.on_stage(stage)]
+    token = 2 * (facts.hidden // facts.heads) * item if used else 0  # the loss may be a stage without blocks
+    for block, ours in groupby(used, lambda fact: fact.block):
+        weights = [fact for fact in ours if fact.tensor == "weight"]
+        token += sum(facts.hidden * (WIDE + 2 * item) + WIDE for fact in weights if len(fact.shape) == 1)
+        token += 9 * (t > 1) * sum(fact.style == "embedding_rowwise" for fact in weights)
+        if block is not None:
+            token += (_matrices(weights) * item + WIDE * facts.heads) // t
+    if stage == plan.loss_stage:
+        token += WIDE * facts.vocabulary // t + 18
+    return token
+
+
+def deferred(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int) -> int:
+    """Bytes that one token keeps on each rank of `stage` between the backward of the input and that of the weights: what
+    every linear layer read, once, and the gradients of what each gave."""
+    token = 0
+    read: set[str] = set()
+    for held in sharding.on_stage(stage):
+        fact = facts.by_name[held.name]
+        used = [module for place, module in held.first.uses if place == stage]
+        # An embedding looks up: only blocks and the head multiply.
+        if fact.tensor != "weight" or len(fact.shape) != 2 or (fact.block is None and facts.head not in used):
+            continue
+        cuts = STYLES[fact.style].cuts if fact.style in STYLES and fact.cut is not None else "none"
+        transposed = fact.cut is not None and fact.cut == {"out": 1, "in": 0}.get(cuts)
+        out, into = reversed(fact.shape) if transposed else fact.shape
+        # q, k and v read one tensor, gate and up another; what is cut by columns reads one of its own.
+        reads = fact.reads if fact.module in used and cuts == "out" else fact.name
+        token += out // (plan.tp if cuts == "out" else 1)
+        if reads not in read:
+            read.add(reads)
+            token += into // (plan.tp if cuts == "in" else 1)
+    return token * ELEMENT[plan.compute]
+
+
+def arriving(plan: Plan, facts: ModelFacts, stage: int) -> int:
+    """Bytes a token of the gradient of what `stage` gave: where backward is split, its last linear layer keeps it. The
+    stage with the loss gets none: it makes that of the logits in the place of its exponentials."""
+    if stage == plan.loss_stage:
+        return 0
+    width = facts.vocabulary // plan.tp if stage == plan.stages - 1 else facts.hidden
+    return width * ELEMENT[plan.compute]
+
+
+def _matrices(weights: list[ParameterFact]) -> int:
+    """Elements a token that the matrices of one block leave behind: the outputs of those cut by rows, the inputs of those
+    cut by columns; and where a gate multiplies, its activation's output."""
+    found = 0
+    outputs: dict[str, list[int]] = {}
+    for fact in weights:
+        if fact.cut is None or len(fact.shape) != 2 or fact.style not in STYLES:
+            continue
+        found += fact.shape[fact.cut]
+        if STYLES[fact.style].cuts == "out":
+            # Gate and up, apart or in one tensor.
+            fused = [piece.length for piece in fact.pieces] if len(fact.pieces) == 2 else [fact.shape[fact.cut]]
+            outputs.setdefault(fact.reads, []).extend(fused)
+    return found + sum(sizes[0] for sizes in outputs.values() if len(sizes) == 2 and sizes[0] == sizes[1])

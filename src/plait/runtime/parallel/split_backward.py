@@ -1,0 +1,124 @@
+"""Split backward: the gradient of a linear layer's weight, put off.
+
+    whole   B   dx = dy W         dW += dyᵀ x          one after the other, layer by layer
+    split   I   dx = dy W         (x, dy) kept          the stage before waits for dx alone
+            W                     dW += dyᵀ x           whenever the schedule has time
+
+What passes through a linear layer is plait's own function, to which autograd knows no weight: I is an ordinary backward
+that leaves (x, dy) of each layer behind, and W adds their products to the gradients. Norms, embeddings and whatever else
+has parameters get their gradients in I. Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+
+@dataclass
+class Product:
+    """A gradient that is owed: of the weight [out, in] (or its transpose) and the bias. `notes` live as long as x and dy
+    are kept for it."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    transposed: bool
+    x: Tensor
+    dy: Tensor
+    notes: tuple[object, object]
+
+
+class _Linear(Function):
+    """`anchor` is a number that wants a gradient and gets none: so that the output has one where x has not."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor, weight: Tensor, bias: Tensor | None, owe: Callable[[Tensor, Tensor], None]
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.owe, ctx.wanted = weight, owe, x.requires_grad
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        (x,) = ctx.saved_tensors
+        ctx.owe(x, grads[0])
+        return (grads[0] @ ctx.weight if ctx.wanted else None), None, None, None, None
+
+
+class WeightGradients:
+    """The linear layers of one stage and what they owe."""
+
+    def __init__(self) -> None:
+        self._owed: list[Product] = []
+        self._later: dict[int, list[Product]] = {}
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._gradients: Mapping[nn.Parameter, Tensor] = {}
+        self._ready: Callable[[nn.Parameter], None] = _nobody
+        self.note: Callable[[Tensor], object] = _nobody
+        """Asked for each tensor that is kept between the two halves, for whoever counts them."""
+
+    def adopt(self, gradients: Mapping[nn.Parameter, Tensor], ready: Callable[[nn.Parameter], None]) -> None:
+        """Where gradients go, and who is told that one has all that a microbatch brings from here."""
+        self._gradients, self._ready = gradients, ready
+
+    def put_off(self, module: nn.Module, *, transposed: bool) -> None:
+        """Replaces the forward of a linear layer, whose weight is [in, out] when `transposed`."""
+
+        def forward(x: Tensor) -> Tensor:
+            weight: nn.Parameter = module.weight  # type: ignore[assignment]
+            bias: nn.Parameter | None = module.bias  # type: ignore[assignment]
+            return self.linear(x, weight, bias, transposed=transposed)
+
+        module.forward = forward
+
+    def linear(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool) -> Tensor:
+        """x Wᵀ + b (x W + b when `transposed`), whose weight's and bias's gradients are put off."""
+        used = weight.t() if transposed else weight
+        if not torch.is_grad_enabled():
+            return F.linear(x, used, bias)
+
+        def owe(x: Tensor, dy: Tensor) -> None:
+            self._owed.append(Product(weight, bias, transposed, x, dy, (self.note(x), self.note(dy))))
+
+        y: Tensor = _Linear.apply(
+            x, self._anchor.to(x.device), used.detach(), None if bias is None else bias.detach(), owe
+        )
+        return y
+
+    def keep(self, microbatch: int) -> None:
+        """What the backward of the input just left is `microbatch`'s."""
+        self._later[microbatch] = self._owed
+        self._owed = []
+
+    @torch.no_grad()
+    def settle(self, microbatch: int) -> None:
+        """Adds what is owed for `microbatch` to the gradients, the layers in the order of backward."""
+        products = self._later.pop(microbatch)
+        last = {parameter: product for product in products for parameter in (product.weight, product.bias)}
+        for product in products:
+            x, dy = product.x.flatten(0, -2), product.dy.flatten(0, -2)
+            if product.weight.requires_grad:
+                _add_product(self._gradients[product.weight], *((x, dy) if product.transposed else (dy, x)))
+            if product.bias is not None and product.bias.requires_grad:
+                self._gradients[product.bias].add_(dy.sum(0))
+            for parameter in (product.weight, product.bias):
+                if parameter is not None and parameter.requires_grad and last[parameter] is product:
+                    self._ready(parameter)
+
+
+def _nobody(tensor: Tensor) -> None: ...
+
+
+def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """into += leftᵀ right, in the type of `into`: no tensor between where the types agree."""
+    if into.dtype == left.dtype:
+        into.addmm_(left.t(), right)
+    else:
+        into.add_(left.t() @ right)
