@@ -318,7 +318,7 @@ def test_a_plan_is_settled_on_the_shortest_that_fits(limit: float, blocks: int) 
     chosen = settled(plan, facts)
     assert settled(chosen, facts) == chosen
     assert settled(plan, facts) == chosen
-    most = memory_limit(plan, facts)
+    most = memory_limit(plan, estimate(plan, facts))
     found, times = table_of(chosen, facts), estimate(chosen, facts)
     check(found)
     assert found.placement == chosen.placement or found.stages == 4

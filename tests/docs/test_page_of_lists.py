@@ -5,17 +5,10 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from tests.docs.test_pages import DOCS, blocks, run
+from tests.docs.test_pages import DOCS, what_the_program_prints
 
 
 def test_the_list_of_modules_trains(tmp_path: Path) -> None:
-    (block,) = blocks(DOCS / "sequential.md", "python")
-    words = tmp_path / "text.txt"
-    words.write_text("".join(f"the {n}th line says that {n} x {n} is {n * n}.\n" for n in range(2000)))
-    assert 'data="stdlib"' in block
-    (tmp_path / "lists.py").write_text(block.replace('data="stdlib"', f"data={str(words)!r}"))
-    done = run(["lists.py"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    losses = ast.literal_eval(done.stdout)
+    losses = ast.literal_eval(what_the_program_prints(DOCS / "sequential.md", tmp_path))
     assert len(losses) == 20
     assert losses[-1] < losses[0] - 1

@@ -245,16 +245,20 @@ def test_the_quick_examples_are_there() -> None:
     assert all(any(command.startswith(start) for command, _, _ in SHOWN) for start in QUICK)
 
 
-def test_the_loop_of_the_readme_runs(tmp_path: Path) -> None:
-    """As it stands, on a small text in the place of the standard library."""
-    (block,) = blocks(README, "python")
-    words = tmp_path / "text.txt"
+def what_the_program_prints(page: Path, folder: Path) -> str:
+    """Of the one Python block of a page, as it stands, on a small text in the place of the standard library."""
+    (block,) = blocks(page, "python")
+    words = folder / "text.txt"
     words.write_text("".join(f"the {n}th line says that {n} x {n} is {n * n}.\n" for n in range(2000)))
     assert 'data="stdlib"' in block
-    (tmp_path / "loop.py").write_text(block.replace('data="stdlib"', f"data={str(words)!r}"))
-    done = run(["loop.py"], tmp_path)
+    (folder / "program.py").write_text(block.replace('data="stdlib"', f"data={str(words)!r}"))
+    done = run(["program.py"], folder)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    return done.stdout
+
+
+def test_the_loop_of_the_readme_runs(tmp_path: Path) -> None:
+    lines = what_the_program_prints(README, tmp_path).splitlines()
     assert [line.split(":")[0] for line in lines[:-1]] == [f"step {step}" for step in range(1, 11)]
     losses = ast.literal_eval(lines[-1])
     assert len(losses) == 8

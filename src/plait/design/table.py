@@ -27,7 +27,9 @@ def settled(plan: Plan, facts: ModelFacts) -> Plan:
     found, within the same limit, it is the plan with that one; else the plan itself. Pure, as all here."""
     if not method(plan.schedule).searched or plan.balance not in WORDS:
         return plan
-    best, table_, times, limit = plan, searched(plan, facts), estimate(plan, facts), memory_limit(plan, facts)
+    refuse_search(plan, facts)
+    times = estimate(plan, facts)
+    best, table_, limit = plan, searched(plan, times), memory_limit(plan, times)
     for name, chunks in several_stages_each(plan.pp, plan.microbatches):
         other = plan.model_copy(update={"schedule": name, "chunks": chunks, "schedule_limit": 1.0})
         if other.stages > facts.blocks:
@@ -41,17 +43,17 @@ def settled(plan: Plan, facts: ModelFacts) -> Plan:
 def table(plan: Plan, facts: ModelFacts) -> Schedule:
     """Computation only. Pure: every rank makes the same one."""
     if method(plan.schedule).searched:
-        found = searched(plan, facts)
+        refuse_search(plan, facts)
+        found = searched(plan, estimate(plan, facts))
     else:
         found = make(plan.schedule, plan.pp, plan.microbatches, plan.chunks)
     found = in_halves(found) if plan.split_backward else found
     return with_loss_on_first(found) if plan.loss_at == "first" else found
 
 
-def searched(plan: Plan, facts: ModelFacts) -> Schedule:
+def searched(plan: Plan, times: Times) -> Schedule:
     """The shortest that is found where no rank keeps more than the plan's limit."""
-    refuse_search(plan, facts)
-    times, limit = estimate(plan, facts), memory_limit(plan, facts)
+    limit = memory_limit(plan, times)
     most, least = limit / plan.schedule_limit, max(times.activation)
     if limit < least:
         enough = -int(-1000 * least // most) / 1000  # upwards
@@ -71,9 +73,9 @@ def refuse_search(plan: Plan, facts: ModelFacts) -> None:
         )
 
 
-def memory_limit(plan: Plan, facts: ModelFacts) -> float:
+def memory_limit(plan: Plan, times: Times) -> float:
     """Bytes of activations that a rank may keep: the plan's multiple of what 1f1b's fullest rank keeps."""
-    times, plain = estimate(plan, facts), make("1f1b", plan.pp, plan.microbatches)
+    plain = make("1f1b", plan.pp, plan.microbatches)
     return plan.schedule_limit * max(
         peak(plain, rank, forward=lambda stage, _: times.activation[stage], deferred=lambda stage, _: 0)
         for rank in range(plan.pp)

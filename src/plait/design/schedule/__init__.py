@@ -64,8 +64,7 @@ class Method:
             near = min(max(microbatches, few), many)
             return (
                 f"The schedule {name} takes {_counted('microbatch', few, many, microbatches)}, but microbatches is "
-                f"{microbatches}. Set microbatches "
-                f"{near}, or use gpipe or 1f1b."
+                f"{microbatches}. Set microbatches {near}, or use gpipe or 1f1b."
             )
         few, many = self.chunks
         if not few <= chunks <= many:
@@ -80,11 +79,9 @@ def _counted(noun: str, few: int, many: int, asked: int) -> str:
     if few == many == 1:
         return f"1 {noun}"
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
-    return (
-        f"{few}{'' if few == many else ' or more'} {plural}"
-        if asked < few or few == many
-        else f"{many} or fewer {plural}"
-    )
+    if few == many:
+        return f"{few} {plural}"
+    return f"{few} or more {plural}" if asked < few else f"{many} or fewer {plural}"
 
 
 def one_stage_each(ranks: int, microbatches: int) -> tuple[Schedule, ...]:
