@@ -14,6 +14,7 @@ os.environ["MKL_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+from hypothesis import settings
 
 from tests import smollm2 as real
 from tests.nursery import Nursery
@@ -55,6 +56,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-layouts", action="store_true", help="every layout, not a covering set of them")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Without deadlines (a busy machine is no fault of a layout), and the same examples in every run of `make test`;
+    new ones each time with --all-layouts, to look further."""
+    settings.register_profile("plait", deadline=None, derandomize=not config.getoption("--all-layouts"))
+    settings.load_profile("plait")
 
 
 @pytest.fixture(scope="session")

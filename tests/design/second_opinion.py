@@ -76,6 +76,7 @@ class World:
     def compute(self, action: Action) -> None:
         stage, letter, m = action.stage, action.kind.letter, action.microbatch
         assert (stage, letter, m) not in self.computed, f"{action} twice"
+        assert (stage, "R") not in {place[:2] for place in self.computed}, f"{action} after its stage's reduction"
         if letter == "F":
             assert self.has(stage, stage - 1, "F", "WA", m), f"{action} has no input"
         elif letter in "BI":

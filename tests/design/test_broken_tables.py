@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from plait.design.errors import PlanError
@@ -181,6 +181,7 @@ DISORDERED = [
     st.sampled_from(DISORDERED),
     st.lists(st.tuples(st.integers(0, 2), st.integers(0, 99), st.integers(-3, 3)), min_size=1, max_size=4),
 )
+@example(("naive", 2, 1), [(1, 5, -3)])  # a stage reduced before it has begun
 def test_what_passes_the_check_runs(case: tuple[str, int, int], changes: list[tuple[int, int, int]]) -> None:
     """Random disorder: whenever check lets a table through, the second opinion carries it out; whenever the second
     opinion is stuck or finds a tensor missing, check has refused it."""

@@ -222,7 +222,7 @@ def test_p105_uneven_shares_end_together(nursery: Nursery, tiny: Models) -> None
 
 @pytest.mark.parametrize(("pp", "m"), list(itertools.product((1, 2, 3, 4), (1, 2, 5))))
 def test_forward_tables_are_proven(pp: int, m: int) -> None:
-    table = lower(FORWARD_ONLY(pp, m))
+    table = lower(FORWARD_ONLY(tuple(range(pp)), m))
     check(table)
     assert len(table.rows) == pp
 
