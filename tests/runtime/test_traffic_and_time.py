@@ -206,12 +206,12 @@ def unused(_: str) -> Any:
         run = build(plan, world)
         module = run.model
         assert module is not None
-        gradient = next(iter(run.sink.gradients.values()))
+        name, gradient = next(iter(run.sink.gradients.items()))
         run.sink.begin()
         run.sink.final = True
         if world.rank == 0:
             gradient.fill_(2.0)
-            run.sink.ready(next(iter(run.parameters.values())))
+            run.sink.ready(run.parameters[name])
         run.sink.finish(0)
         return [float(gradient.min()), float(gradient.max())]
 

@@ -229,7 +229,8 @@ def buckets(
     """The parameters of one rank in the order in which backward finishes them (the last stage first, and in it what is
     used last; a tied one with the first stage that uses it here), in buckets of at most `limit` bytes (`item` bytes an
     element) that are of one stage and summed over the same axes. One open bucket for each set of axes; they leave in the
-    order in which they were filled."""
+    order in which they were filled. What comes before the blocks (the embedding) shares a bucket with none of them: its
+    sum begins when nothing is left to hide it, so it should have nothing else to move."""
     place = mesh.coordinate(rank).get("pp", 0)
     by_stage: dict[int, list[Parameter]] = {}
     for parameter in parameters:
@@ -250,7 +251,8 @@ def _filled(
     for parameter in parameters:
         axes, count = parameter.first.summed_over, parameter.elements(mesh, rank) * item
         current = open_.setdefault(axes, [])
-        if current and sizes[axes] + count > limit:
+        last = current and current[-1].first.block is not None and parameter.first.block is None
+        if current and (last or sizes[axes] + count > limit):
             found.append(tuple(current))
             current = open_[axes] = []
         sizes[axes] = count + (sizes[axes] if current else 0)

@@ -212,10 +212,11 @@ def no_master_weights() -> None:
 def previous_gradient_kept() -> None:
     @instead(Buckets, "begin")
     def wrong(right: Any, self: Buckets) -> None:
-        kept = [buffer.clone() for buffer in self.buffers]
         right(self)
-        for buffer, before in zip(self.buffers, kept, strict=True):
-            buffer.copy_(before)
+        for views in self._views:
+            for parameter, view in views.items():
+                parameter.grad = view
+        self._untouched.clear()
 
 
 @planted(

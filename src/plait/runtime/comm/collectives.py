@@ -113,6 +113,11 @@ def receive(x: Tensor, source: int, group: Group, *, why: str, tag: int) -> Hand
     return Handle(work, x, (board, mark), (group, channel))
 
 
+def by_tag(group: Group) -> bool:
+    """Whether messages find their receives by tag, in whatever order those are posted. NCCL goes by the order alone."""
+    return group.handle is not None and dist.get_backend(group.handle) == "gloo"
+
+
 def barrier(world: World) -> None:
     """Returns when every rank is here."""
     token = torch.zeros(1, device=world.device)

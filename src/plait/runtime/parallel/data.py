@@ -3,10 +3,10 @@
     buffers   [ head | norm | block 7 ][ block 6 | block 5 ] ...     in the order in which backward finishes them
     backward of the last microbatch:  ready ready ready -> sum of bucket 0 starts, backward goes on into block 6
 
-Each gradient is a view of its bucket, so nothing is copied (but bf16 gradients are added to their fp32 view). Buckets
-leave in one fixed order, the same on every rank, so that collectives always meet; a parameter that got no gradient counts
-as zero when its stage ends. Which parameters share a bucket is decided in design/sharding.py. Li et al., "PyTorch
-Distributed", VLDB 2020, section 3.2.
+Each gradient is a view of its bucket: the first of a step is copied there, further ones are added in place (bf16 ones to
+their fp32 view). Buckets leave in one fixed order, the same on every rank, so that collectives always meet; a parameter
+that got no gradient counts as zero when its bucket leaves. Which parameters share a bucket is decided in
+design/sharding.py. Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from ..comm.world import Group
 class Buckets:
     """The `GradSink` of data parallelism. Gradients accumulate in `dtype`, whatever the parameters compute in. `stages`
     say of which stage each bucket is; `parts` in how many parts a parameter's gradient comes from one microbatch (1 when
-    not named): by autograd, and from what put off a product; once for each stage that uses it here."""
+    not named): by autograd, and from what put off a product; once for each stage that uses it here. `added` says that
+    gradients are added from outside of autograd too: then all are zero when a step begins."""
 
     def __init__(
         self, buckets: Sequence[tuple[Parameter, ...]], stages: Sequence[int], parameters: Mapping[str, nn.Parameter],
-        groups: Mapping[tuple[str, ...], Group], dtype: torch.dtype, parts: Mapping[str, int],
+        groups: Mapping[tuple[str, ...], Group], dtype: torch.dtype, parts: Mapping[str, int], *, added: bool,
     ) -> None:  # fmt: skip
         self.gradients: dict[str, Tensor] = {}
         self.final = False
@@ -37,27 +38,33 @@ class Buckets:
         self._groups = [groups[bucket[0].first.summed_over] for bucket in buckets]
         self._sizes = [sum(parts.get(held.name, 1) for held in bucket) for bucket in buckets]
         self._bucket_of: dict[nn.Parameter, int] = {}
+        self._views: list[dict[nn.Parameter, Tensor]] = []
+        self._added = added
+        self._untouched: set[nn.Parameter] = set()
         for number, bucket in enumerate(buckets):
             own = [parameters[held.name] for held in bucket]
             buffer = torch.zeros(sum(p.numel() for p in own), dtype=dtype, device=own[0].device)
             self._buffers.append(buffer)
-            views = buffer.split([p.numel() for p in own])
-            for held, parameter, view in zip(bucket, own, views, strict=True):
-                self._adopt(held.name, parameter, view.view_as(parameter), number)
+            flat = buffer.split([p.numel() for p in own])
+            views = {parameter: view.view_as(parameter) for parameter, view in zip(own, flat, strict=True)}
+            self._views.append(views)
+            for held, (parameter, view) in zip(bucket, views.items(), strict=True):
+                self.gradients[held.name] = view
+                self._adopt(parameter, view, number)
         self.begin()
 
-    def _adopt(self, name: str, parameter: nn.Parameter, view: Tensor, bucket: int) -> None:
-        self.gradients[name] = view
+    def _adopt(self, parameter: nn.Parameter, view: Tensor, bucket: int) -> None:
         self._bucket_of[parameter] = bucket
         same = parameter.dtype == view.dtype
         if same:
             parameter.grad = view
 
         def accumulated(p: Tensor) -> None:
-            if not same:
+            first = parameter in self._untouched
+            if first or not same:
                 assert p.grad is not None
-                view.add_(p.grad)
-                p.grad = None
+                (view.copy_ if first else view.add_)(p.grad)
+                p.grad = view if same else None
             self.ready(parameter)
 
         parameter.register_post_accumulate_grad_hook(accumulated)
@@ -68,15 +75,21 @@ class Buckets:
         return self._buffers
 
     def begin(self) -> None:
-        """A step begins: all gradients are zero."""
-        for buffer in self._buffers:
-            buffer.zero_()
+        """A step begins, and what the last one left in the buckets is nobody's."""
+        if self._added:
+            for buffer in self._buffers:
+                buffer.zero_()
+        else:
+            self._untouched = set(self._bucket_of)
+            for parameter in self._untouched:
+                parameter.grad = None
         self._missing = list(self._sizes)
         self._handles: list[Handle] = []
         self.final = False
 
     def ready(self, parameter: nn.Parameter) -> None:
         """A part of this gradient is complete for this microbatch; on a stage's last one the bucket may leave."""
+        self._untouched.discard(parameter)
         if not self.final:
             return
         self._missing[self._bucket_of[parameter]] -= 1
@@ -85,6 +98,10 @@ class Buckets:
 
     def _start(self) -> None:
         number = len(self._handles)
+        for parameter in self._untouched & self._views[number].keys():
+            view = self._views[number][parameter].zero_()
+            parameter.grad = view if parameter.dtype == view.dtype else None
+        self._untouched -= self._views[number].keys()
         self._handles.append(all_reduce(self._buffers[number], self._groups[number], why="gradients", wait=False))
 
     def finish(self, stage: int) -> None:

@@ -1,8 +1,10 @@
 """Carries out one rank's row of a schedule: a table from kind to method, and a loop.
 
-Order is not decided here. Sends and receives are posted where the table has them and waited for where the table says so;
-a sent tensor lives until its handle is done, and no longer: what backward needs of it is its place in the graph. Stages
-that follow each other on this rank hand over without a message. With one stage this is gradient accumulation.
+Order is not decided here. Sends and receives are posted where the table has them and waited for where the table says so.
+Where messages are matched by tag (Gloo) the next AHEAD receives are posted as well: Gloo moves a message once its receive
+is there, which then is before it is sent. A sent tensor lives until its handle is done, and no longer: what backward
+needs of it is its place in the graph. Stages that follow each other on this rank hand over without a message. With one
+stage this is gradient accumulation.
 """
 
 from __future__ import annotations
@@ -68,6 +70,8 @@ class GradSink(Protocol):
 
 Key = tuple[int, int]
 """(stage, microbatch)."""
+AHEAD = 2
+RECEIVES = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
 
 
 class Pipeline:
@@ -82,6 +86,8 @@ class Pipeline:
         self._row = schedule.rows[group.index]
         self._stages, self._group, self.clock, self._sink = stages, group, clock, sink
         self._width, self._dtype, self._device = width, dtype, device
+        self._receives = [action for action in self._row if action.kind in RECEIVES]
+        self._ahead = AHEAD if collectives.by_tag(group) else 0
         self._trains = any(action.kind in BACKWARDS for action in self._row)
         # The last of its kind of every stage: when the gradients that it gives are whole.
         self._final = {(a.stage, False): a.microbatch for a in self._row if a.kind in BACKWARDS}
@@ -92,10 +98,10 @@ class Pipeline:
             Kind.BACKWARD_INPUT: self._backward_input,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
             Kind.SEND_ACTIVATION: self._send_activation,
-            Kind.RECEIVE_ACTIVATION: self._receive_activation,
+            Kind.RECEIVE_ACTIVATION: self._receive_in_turn,
             Kind.WAIT_ACTIVATION: self._wait_activation,
             Kind.SEND_GRADIENT: self._send_gradient,
-            Kind.RECEIVE_GRADIENT: self._receive_gradient,
+            Kind.RECEIVE_GRADIENT: self._receive_in_turn,
             Kind.WAIT_GRADIENT: self._wait_gradient,
             Kind.REDUCE: lambda stage, _: self._sink.finish(stage),
         }
@@ -112,6 +118,8 @@ class Pipeline:
         self._sent: list[Handle] = []
         self.logits: dict[int, Tensor] = {}
         self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._posted, self._called = 0, 0
+        self._post_receives(self._ahead)
         for action in self._row:
             since = self.clock.now()
             self._do[action.kind](action.stage, action.microbatch)
@@ -177,6 +185,17 @@ class Pipeline:
         to = self.schedule.rank_of(target)
         tag = self._tag(why, boundary, m)
         self._sent.append(collectives.send(tensor, to, self._group, why=why, tag=tag))
+
+    def _receive_in_turn(self, *_: int) -> None:
+        self._called += 1
+        self._post_receives(self._called + self._ahead)
+
+    def _post_receives(self, many: int) -> None:
+        """Posts the first `many` receives of the table, if they are not."""
+        for action in self._receives[self._posted : many]:
+            arrives = action.kind is Kind.RECEIVE_ACTIVATION
+            (self._receive_activation if arrives else self._receive_gradient)(action.stage, action.microbatch)
+            self._posted += 1
 
     def _receive(self, stage: int, boundary: int, source: int | None, m: int, why: str) -> Tensor:
         assert source is not None

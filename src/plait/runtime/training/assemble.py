@@ -100,7 +100,7 @@ def build(
     grouped = buckets(held, plan.mesh, world.rank, plan.bucket_bytes, item)
     groups = {one.first.summed_over: world.group(*one.first.summed_over) for one in held}
     of_stage = [bucket[0].first.stages_at(place)[0] for bucket in grouped]
-    sink = Buckets(grouped, of_stage, parameters, groups, accumulate, parts)
+    sink = Buckets(grouped, of_stage, parameters, groups, accumulate, parts, added=computed.splits)
     for gradients in owed.values():
         gradients.adopt({parameters[name]: gradient for name, gradient in sink.gradients.items()}, sink.ready)
 
