@@ -30,23 +30,23 @@ class _CrossEntropy(Function):
         local = local.masked_fill(elsewhere, 0).unsqueeze(-1)
         highest = wide.amax(-1)
         all_reduce(highest, group, why="loss: maximum", op="max")
-        shifted = wide - highest.unsqueeze(-1)
-        sums = torch.stack((torch.zeros_like(highest), shifted.gather(-1, local).squeeze(-1).masked_fill(elsewhere, 0)))
-        exponentials = shifted.exp_()
-        torch.sum(exponentials, -1, out=sums[0])
+        targeted = (wide.gather(-1, local).squeeze(-1) - highest).masked_fill(elsewhere, 0)
+        exponentials = (wide - highest.unsqueeze(-1)).exp_()
+        sums = torch.stack((exponentials.sum(-1), targeted))
         all_reduce(sums, group, why="loss: sums")
         trained = targets != IGNORE
         ctx.save_for_backward(exponentials, sums[0], local, elsewhere, trained)
-        ctx.dtype = logits.dtype
+        ctx.dtype, ctx.spent = logits.dtype, False
         return ((sums[0].log() - sums[1]) * trained).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         exponentials, total, local, elsewhere, trained = ctx.saved_tensors
-        gradient = exponentials / total.unsqueeze(-1)
-        own = (~elsewhere).to(gradient.dtype).unsqueeze(-1)
-        gradient.scatter_add_(-1, local, -own)
-        gradient *= (trained * grads[0]).unsqueeze(-1)
+        assert not ctx.spent, "a loss goes backward once: its gradient is made where its exponentials were"
+        ctx.spent = True
+        weight = (trained * grads[0]).to(total.dtype)
+        gradient = exponentials.mul_((weight / total).unsqueeze(-1))
+        gradient.scatter_add_(-1, local, (-weight).masked_fill(elsewhere, 0).unsqueeze(-1))
         return gradient.to(ctx.dtype), None, None, None
 
 
