@@ -4,7 +4,9 @@
     round 1   B D A C
     ...                    then rounds of the rivals alone whose ratio is not yet known well enough
 
-What slows the machine for a while slows whoever is on in that while; over the rounds it meets everyone.
+What slows the machine for a while slows whoever is on in that while; over the rounds it meets everyone. Where the memory
+of a process lies makes it some hundredths faster or slower for as long as it lives: after every HEAT rounds the
+contestants are forked anew.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from .measure import Estimate, busy_seconds, private_bytes, ratio
 from .parked import Lost, Parked
 from .work import Work
 
+HEAT = 3
 TOLERANCE = 1e-4
 """How far a first loss may lie from that of one process."""
 
@@ -103,7 +106,7 @@ class Track:
         self._alive.clear()
 
     def enter(self, contestant: Contestant) -> None:
-        record = self.records[contestant.name] = Record(contestant)
+        record = self.records.setdefault(contestant.name, Record(contestant))
         try:
             parked = Parked(contestant, self._work, first=self._first, others=self._alive.values())
         except Lost as lost:
@@ -167,6 +170,8 @@ class Track:
         """`count` rounds of everyone, then up to `most` in all of those who are held to a bar and not yet known to +-5 %.
         Returns how many there were."""
         for number in range(count):
+            if number and number % HEAT == 0:
+                self._renew(self.names())
             self._round(number, self.names(), steps)
         number = count
         while number < most:
@@ -178,9 +183,18 @@ class Track:
             }
             if not loose:
                 break
+            if number % HEAT == 0:
+                self._renew(sorted(loose))
             self._round(number, sorted(loose), steps)
             number += 1
         return number
+
+    def _renew(self, names: Sequence[str]) -> None:
+        """Ends the processes of some contestants and forks them again."""
+        for name in names:
+            self._alive.pop(name).close()
+        for name in names:
+            self.enter(self.records[name].contestant)
 
     def _round(self, number: int, names: Sequence[str], steps: int) -> None:
         for name in order(names, number):

@@ -82,7 +82,7 @@ class Plan(BaseModel):
     attention: Literal["plait", "own"] = Field(
         "plait", description="plait's attention, or the model's own as transformers writes it."
     )
-    bucket_mb: float = Field(16.0, gt=0, description="Megabytes of gradient reduced over dp in one call.")
+    bucket_mb: float = Field(25.0, gt=0, description="Megabytes of gradient reduced over dp in one call.")
     eval_every: int = Field(0, ge=0, description="Steps between evaluations on held-out text (0: none).")
     eval_share: float = Field(
         0.01, gt=0, lt=1, description="Share of the documents that is held out when eval_every asks for it."
