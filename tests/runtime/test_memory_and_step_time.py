@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
@@ -32,6 +32,11 @@ LAYOUTS: list[dict[str, Any]] = [
     {"pp": 2, "microbatches": 3, "balance": "3,1"}, {"pp": 3, "microbatches": 5, "balance": "1,2,1"},
     {"tp": 2, "pp": 2, "microbatches": 3, "schedule": "gpipe", "balance": "1,3"},
     {"pp": 2, "microbatches": 5, "schedule": "interleaved"},
+    {"dp": 2, "zero": 1, "compute": "bf16"}, {"dp": 4, "zero": 2, "microbatches": 2}, {"dp": 3, "batch": 9, "zero": 3},
+    {"dp": 2, "zero": 2, "microbatches": 2, "reduce_every": "step", "compute": "bf16"},
+    {"dp": 2, "tp": 2, "zero": 3, "compute": "bf16", "keep_gathered": "yes"},
+    {"dp": 2, "pp": 2, "zero": 3, "microbatches": 3, "schedule": "zb-v"},
+    {"dp": 2, "pp": 2, "zero": 3, "microbatches": 2, "keep_gathered": "no", "reduce_every": "microbatch"},
 ]  # fmt: skip
 
 
@@ -44,7 +49,7 @@ def bills(model: str, changes: dict[str, Any]) -> Any:
         run = build(plan, world)
         batches = (rows_of(random_batch(plan, facts.vocabulary, seed), world) for seed in range(2))
         watch = loop.train(run, batches, lambda report: None)
-        return [[b.rank, *b.held, b.activations, b.process] for b in measure.memory(run, watch)]
+        return [astuple(bill) for bill in measure.memory(run, watch)]
 
     return launch(main, plan)
 

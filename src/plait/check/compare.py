@@ -33,7 +33,7 @@ from .cause import explained
 from .evidence import Evidence
 from .join import Findings, join
 from .observe import Observer
-from .places import BYTES, PARTS, Found, Place, Verdict, beside, boxes_of, output_of
+from .places import BYTES, PARTS, Found, Place, Verdict, beside, boxes_of, output_of, stretch_of
 from .reference import computing, slack_key, step_file
 from .rounding import UPDATED
 
@@ -145,7 +145,9 @@ class _Desk:
         """What this rank holds of a whole parameter, its parts side by side."""
         boxes = self._boxes[place.quantity][place.name]
         slices = [whole[tuple(slice(start, stop) for start, stop in box)] for box in boxes]
-        return beside(slices, self._run.sharding.parameter(place.name))
+        sharding = self._run.sharding
+        stretch = stretch_of(sharding, place.name, place.quantity, self._world.rank)
+        return beside(slices, sharding.parameter(place.name), stretch)
 
     def _bytes(self, step: int) -> dict[str, Found]:
         """The ledger of the step against the prediction: calls and payloads, by reason."""

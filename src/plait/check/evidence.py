@@ -17,7 +17,7 @@ from ..design.mesh import Mesh
 from ..design.plan import Plan
 from ..design.sharding import Sharding
 from ..runtime.hf.read import Model
-from .places import PARTS, Departure, Place, beside, boxes_of, output_of
+from .places import PARTS, Departure, Place, beside, boxes_of, output_of, stretch_of
 from .reference import step_file
 
 CLOSE = 1e-6
@@ -84,7 +84,8 @@ class Evidence:
         boxes = self.boxes(rank)
         if boxes:
             slices = [whole[tuple(slice(*side) for side in box)] for box in boxes]
-            return beside(slices, self.sharding.parameter(self.place.name))
+            stretch = stretch_of(self.sharding, self.place.name, self.place.quantity, rank)
+            return beside(slices, self.sharding.parameter(self.place.name), stretch)
         return output_of(self.place.name, self.held[rank].shape, whole, self.sharding, rank)
 
     def same(self, one: Tensor, other: Tensor) -> bool:

@@ -94,15 +94,14 @@ class Observer:
         for quantity, value in (("loss", report.loss), ("norm", report.grad_norm), ("lr", run.optimizer.rate)):
             recorder.add(quantity, torch.tensor(value, dtype=torch.float64))
         recorder.add("clip", torch.tensor(self._clip(), dtype=torch.float64))
-        published = run.parameters
         for name, weight in run.optimizer.weights.items():
             first, second = run.optimizer.moments(name)
             recorder.add("first moment", first, name)
             recorder.add("second moment", second, name)
             recorder.add("weight", weight, name)
 
-        for name, weight in published.items():
-            recorder.add("published weight", weight, name)
+        for name, held in run.stored.items():
+            recorder.add("published weight", held, name)
 
     def _clip(self) -> float:
         """The factor by which this rank scaled its gradients, read off its largest element; 1 when all are zero."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..design.layout import Box, Layout, balanced
 from ..design.mesh import Mesh
-from ..design.sharding import Parameter, Part, Sharding
+from ..design.sharding import Parameter, Part, Quantity, Sharding
 
 BYTES = "bytes"
 REPLICAS = "replicas"
@@ -112,15 +112,26 @@ def layout_of(part: Part, quantity: str) -> Layout:
     return part.compute if quantity == "published weight" else part.stored
 
 
+def stretch_of(sharding: Sharding, name: str, quantity: str, rank: int) -> tuple[int, int] | None:
+    """Which elements of its boxes of a parameter, flat, `rank` holds of `quantity`: None for all."""
+    cut: Quantity = "state"
+    if quantity == "published weight":
+        cut = "stored"
+    elif quantity.endswith("gradient"):
+        cut = "grad"
+    return sharding.stretch(name, cut, rank)
+
+
 def boxes_of(parameter: Parameter, quantity: str, mesh: Mesh, rank: int) -> tuple[Box, ...]:
     """What `rank` holds of `quantity` of a parameter, part by part, in the parameter's indices; empty: nothing."""
     found = [(part, layout_of(part, quantity).box(mesh, rank)) for part in parameter.parts]
     return tuple(part.within(box) for part, box in found if box is not None)
 
 
-def beside(slices: Sequence[Tensor], parameter: Parameter) -> Tensor:
-    """The slices of the parts as a rank holds them: side by side in one tensor."""
-    return slices[0] if len(slices) == 1 else torch.cat(tuple(slices), parameter.first.dim)
+def beside(slices: Sequence[Tensor], parameter: Parameter, stretch: tuple[int, int] | None = None) -> Tensor:
+    """The slices of the parts as a rank holds them: side by side in one tensor, of which ZeRO leaves it a stretch."""
+    whole = slices[0] if len(slices) == 1 else torch.cat(tuple(slices), parameter.first.dim)
+    return whole if stretch is None else whole.flatten()[slice(*stretch)]
 
 
 def output_of(module: str, shape: Sequence[int], whole: Any, sharding: Sharding, rank: int) -> Tensor:

@@ -18,7 +18,7 @@ from .errors import PlanError, divisors, listed, nearest
 from .facts import ModelFacts
 from .layout import balanced
 from .mesh import AXES, Mesh
-from .schedule import RUNS, method, placement_with_loss, suitable
+from .schedule import RUNS, make, method, placement_with_loss, suitable
 from .styles import style
 
 
@@ -46,6 +46,20 @@ class Plan(BaseModel):
     dp: int = Field(1, ge=1, description="Data parallel degree.")
     tp: int = Field(1, ge=1, description="Tensor parallel degree.")
     pp: int = Field(1, ge=1, description="Pipeline parallel degree.")
+    zero: int = Field(
+        0,
+        ge=0,
+        le=3,
+        description="What dp ranks share out, not copy: 1 optimizer state, 2 gradients too, 3 weights too.",
+    )
+    keep_gathered: Literal["auto", "yes", "no"] = Field(
+        "auto", description="ZeRO-3: whether weights stay gathered until the step ends; auto: in pipelines of several "
+        "microbatches."
+    )  # fmt: skip
+    reduce_every: Literal["auto", "step", "microbatch"] = Field(
+        "auto", description="ZeRO-2 and -3: when gradients are summed, and let go; auto: a step in pipelines, else a "
+        "microbatch."
+    )  # fmt: skip
     schedule: str = Field("1f1b", description=f"Pipeline schedule: {listed(RUNS)}.")
     chunks: int = Field(0, ge=0, description="Pipeline stages on each rank; 0: the least that the schedule takes.")
     schedule_limit: float = Field(
@@ -137,6 +151,29 @@ class Plan(BaseModel):
     @property
     def bucket_bytes(self) -> int:
         return int(self.bucket_mb * 2**20)
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether ZeRO-3 gathers a unit once a step, and not for every forward and backward."""
+        if self.keep_gathered != "auto":
+            return self.keep_gathered == "yes"
+        return self.pp > 1 and self.microbatches > 1
+
+    @property
+    def reduces_each_microbatch(self) -> bool:
+        """Whether gradients leave after each microbatch, and whole ones are never kept."""
+        if self.zero < 2:
+            return False
+        if self.reduce_every != "auto":
+            return self.reduce_every == "microbatch"
+        return self.stages == 1 and not self.splits
+
+    @property
+    def splits(self) -> bool:
+        """Whether backwards are in two halves, or may be where the schedule is searched for."""
+        if self.split_backward or method(self.schedule).searched:
+            return True
+        return make(self.schedule, self.pp, self.microbatches, self.chunks).splits
 
     @property
     def held_out(self) -> float:
@@ -266,6 +303,21 @@ def sequence_fits(plan: Plan, facts: ModelFacts) -> str | None:
     return f"seq {plan.seq} is longer than the {have} positions of this model: set seq {have} or less."
 
 
+def shares_are_of_several(plan: Plan, facts: ModelFacts) -> str | None:
+    if plan.zero and plan.dp == 1:
+        return f"zero {plan.zero} shares out what dp ranks hold copies of, and dp is 1: set dp 2 or more, or zero 0."
+    for field, least, given in (("keep_gathered", 3, plan.keep_gathered), ("reduce_every", 2, plan.reduce_every)):
+        if given != "auto" and plan.zero < least:
+            return f"{field} {given} is for zero {least} and above, but zero is {plan.zero}: leave it auto."
+    if plan.reduce_every == "microbatch" and (plan.stages_per_rank > 1 or plan.splits):
+        return (
+            f"reduce_every microbatch needs whole backwards of one stage a rank, but {plan.schedule} has "
+            f"{plan.stages_per_rank} stages a rank{', each backward in two' * plan.splits}: set reduce_every step, or "
+            "schedule 1f1b."
+        )
+    return None
+
+
 def warm_up_ends(plan: Plan, facts: ModelFacts) -> str | None:
     if plan.epochs or plan.warmup <= plan.steps:
         return None
@@ -289,7 +341,8 @@ def evaluation_is_asked_for(plan: Plan, facts: ModelFacts) -> str | None:
 
 RULES: tuple[Rule, ...] = (
     degrees_make_the_ranks, schedule_is_known, limit_is_for_a_search, batch_divides, blocks_fill_stages,
-    blocks_are_dealt, tensors_divide, sequence_fits, warm_up_ends, own_attention_drops_nothing, evaluation_is_asked_for,
+    blocks_are_dealt, tensors_divide, shares_are_of_several, sequence_fits, warm_up_ends,
+    own_attention_drops_nothing, evaluation_is_asked_for,
 )  # fmt: skip
 
 

@@ -81,6 +81,7 @@ SENT_SHARE = {
     # Gropp, "Optimization of collective communication operations in MPICH", 2005.
     "all_reduce": lambda n: Fraction(2 * (n - 1), n),
     "all_gather": lambda n: Fraction(n - 1, n),
+    "reduce_scatter": lambda n: Fraction(n - 1, n),
     "send": lambda n: Fraction(1),
     "receive": lambda n: Fraction(0),
 }
@@ -93,7 +94,8 @@ WORLD = "world"
 @dataclass(frozen=True)
 class Traffic:
     """What one rank moved for one reason. `payload` is in bytes over all calls: for all_reduce the tensor's size, for
-    all_gather the gathered size, for send the message's."""
+    all_gather the gathered size, for
+    reduce_scatter the size of what is scattered, for send the message's."""
 
     rank: int
     axis: str
@@ -132,7 +134,8 @@ class Holding:
 @dataclass(frozen=True)
 class MemoryBill:
     """Bytes on one rank: what it holds through the whole run, and what it keeps for backward at the fullest moment of a
-    step. `master_weights` are the optimizer's own, where compute is narrower than they. `process` is a reading of the
+    step. `master_weights` are the optimizer's own, where compute is narrower than they; `units` what ZeRO moves units
+    through: whole weights, pieces of gradients on their way to their sum. `process` is a reading of the
     allocator (GPU) or of the system (CPU: peak resident memory, with the interpreter and its libraries); a prediction
     has none."""
 
@@ -142,12 +145,13 @@ class MemoryBill:
     gradients: int
     state: int
     activations: int
+    units: int = 0
     process: int | None = None
 
     @property
-    def held(self) -> tuple[int, int, int, int]:
+    def held(self) -> tuple[int, int, int, int, int]:
         """What predicted and measured agree on to the byte."""
-        return self.weights, self.master_weights, self.gradients, self.state
+        return self.weights, self.master_weights, self.gradients, self.state, self.units
 
     @property
     def total(self) -> int:

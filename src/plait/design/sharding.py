@@ -11,17 +11,31 @@ The unit is the part, not the parameter: a parameter is an ordered list of parts
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from .facts import ModelFacts, ParameterFact, Piece
 from .layout import Box, Cut, Layout, elements
 from .mesh import Mesh
 from .plan import Plan, stage_blocks
 from .records import Holding
+from .schedule import BACKWARDS, Action, Kind
 from .styles import style
+from .unit import AFTER, BEFORE, Unit
+
+Quantity = Literal["grad", "state", "stored"]
+ZERO: dict[int, frozenset[Quantity]] = {
+    0: frozenset(),
+    1: frozenset({"grad", "state"}),
+    2: frozenset({"grad", "state"}),
+    3: frozenset({"grad", "state", "stored"}),
+}
+"""What each stage of ZeRO cuts over dp: the sum of the gradient that a rank gets, what it updates, and with ZeRO-3 the
+weights too. ZeRO-2 differs from ZeRO-1 in what it keeps before the sum: no more gradients than are on their way to it."""
 
 REGION_AXES = {"full": ("dp",), "heads": ("dp", "tp")}
 """Which axes cut the *work* of a module, by the region it works in. dp cuts the batch everywhere; a module that works
@@ -60,8 +74,8 @@ class Part:
         """The axes over which its gradient is summed: those that cut the work where it is used and do not cut it."""
         return tuple(axis for axis in REGION_AXES[self.region] if axis not in self.compute.cut_axes)
 
-    # One row of the ZeRO table: without ZeRO a rank keeps, reduces and updates what it computes with, if its place is the
-    # owner's. ZeRO-1, -2 and -3 add a cut to state, to grad and state, to all three.
+    # What a rank keeps, sums and updates, if its place is the owner's. ZeRO cuts it further, over the dp ranks that would
+    # hold copies: see Sharding.stretch.
     @property
     def stored(self) -> Layout:
         return self._owned
@@ -119,14 +133,23 @@ class Parameter:
     def elements(self, mesh: Mesh, rank: int) -> int:
         return sum(elements(box) for box in self.boxes(mesh, rank))
 
+    def local_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
+        """Of the tensor that `rank` computes with."""
+        shape = list(self.shape)
+        if shape:
+            shape[self.first.dim] = sum(stop - start for start, stop in self.spans(mesh, rank))
+        return tuple(shape)
+
 
 @dataclass(frozen=True)
 class Sharding:
-    """All parameters of a model over the mesh of a plan; `placement` says where each stage is on the pp axis."""
+    """All parameters of a model over the mesh of a plan; `placement` says where each stage is on the pp axis, `zero`
+    which stage of ZeRO cuts over dp what its ranks would hold copies of."""
 
     mesh: Mesh
     placement: tuple[int, ...]
     parameters: tuple[Parameter, ...]
+    zero: int = 0
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -155,6 +178,42 @@ class Sharding:
     def at(self, place: int) -> tuple[Parameter, ...]:
         """What a place on the pp axis holds: the parameters of its stages, each once."""
         return tuple(p for p in self.parameters if place in p.first.places)
+
+    @cached_property
+    def _units(self) -> dict[int, tuple[Unit, ...]]:
+        return {}
+
+    def units(self, rank: int) -> tuple[Unit, ...]:
+        """The units of a rank in the order in which backward finishes them: the last stage first, and in it what is used
+        last; one that several stages use with the first of them."""
+        if rank not in self._units:
+            self._units[rank] = tuple(_units(self, rank))
+        return self._units[rank]
+
+    def unit_of(self, name: str, rank: int) -> Unit:
+        return next(unit for unit in self.units(rank) if name in unit.spans)
+
+    def stretch(self, name: str, quantity: Quantity, rank: int) -> tuple[int, int] | None:
+        """Which elements of its slice of a parameter `rank` has of a quantity: (start, stop), or None for all of them."""
+        if quantity not in ZERO[self.zero]:
+            return None
+        return self.unit_of(name, rank).stretch(name, self.mesh.coordinate(rank)["dp"])
+
+    def counted(self, name: str, rank: int) -> list[tuple[int, int]]:
+        """The stretches of a parameter's gradient on `rank` that count in the norm, flat, in what it has of the sum: each
+        element of the model counts on one rank."""
+        parameter, mesh = self.parameter(name), self.mesh
+        # Replicas have copies, or shares; which part of the slice counts is the same for all of them.
+        first = mesh.rank(**{**mesh.coordinate(rank), "dp": 0}) if self.zero else rank
+        shape = parameter.local_shape(mesh, rank)
+        if not any(part.grad.holds(mesh, rank) for part in parameter.parts):
+            return []
+        counts = [part.grad.is_first_copy(mesh, first) for part in parameter.parts]
+        lengths = [stop - start for start, stop in parameter.spans(mesh, rank)] if shape else [1]
+        found = _runs(shape, parameter.first.dim, lengths, counts)
+        start, stop = self.stretch(name, "grad", rank) or (0, parameter.elements(mesh, rank))
+        cut = [(max(begin, start) - start, min(end, stop) - start) for begin, end in found]
+        return [(begin, end) for begin, end in cut if begin < end]
 
     @cached_property
     def _parts_by_name(self) -> dict[str, Part]:
@@ -220,7 +279,68 @@ def shard(facts: ModelFacts, plan: Plan) -> Sharding:
             parts.append(part)
             start += piece.length
         parameters.append(Parameter(fact.name, tuple(parts)))
-    return Sharding(plan.mesh, placement, tuple(parameters))
+    return Sharding(plan.mesh, placement, tuple(parameters), plan.zero if plan.dp > 1 else 0)
+
+
+def _runs(
+    shape: tuple[int, ...], dim: int, lengths: Sequence[int], counts: Sequence[bool]
+) -> list[tuple[int, int]]:  # fmt: skip
+    """The flat stretches of the parts that count; parts of `lengths` stand side by side in dim `dim` of a tensor."""
+    if all(counts) or not any(counts):
+        return [(0, math.prod(shape))] if any(counts) else []
+    inner = math.prod(shape[dim + 1 :])
+    row, found = shape[dim] * inner, []
+    for outer in range(math.prod(shape[:dim])):
+        start = outer * row
+        for length, does in zip(lengths, counts, strict=True):
+            if does:
+                found.append((start, start + length * inner))
+            start += length * inner
+    return found
+
+
+def _units(sharding: Sharding, rank: int) -> list[Unit]:
+    mesh = sharding.mesh
+    place = mesh.coordinate(rank)["pp"]
+    blocks = [number for number, one in enumerate(sharding.parameters) if one.first.block is not None]
+    groups: dict[tuple[int, str, tuple[str, ...]], list[Parameter]] = {}
+    for number, one in enumerate(sharding.parameters):
+        if place not in one.first.places:
+            continue
+        if len(one.first.uses) > 1:
+            name = one.name
+        elif one.first.block is not None:
+            name = f"block {one.first.block}"
+        else:
+            name = BEFORE if not blocks or number < blocks[0] else AFTER
+        groups.setdefault((one.first.stages_at(place)[0], name, one.first.summed_over), []).append(one)
+    found = [
+        Unit(
+            name if axes == ("dp",) else f"{name}, {'.'.join(axes)}", stage, held[0].first.block,
+            tuple(one.name for one in held), tuple(one.elements(mesh, rank) for one in held), axes, mesh.degree("dp"),
+            in_backward=name != BEFORE or not all(one.first.decays for one in held),
+            alone=len(held[0].first.uses) > 1,
+        )
+        for (stage, name, axes), held in groups.items()
+    ]  # fmt: skip
+    found.reverse()
+    return sorted(found, key=lambda unit: -unit.stage)
+
+
+def needed(sharding: Sharding, rank: int, row: Iterable[Action]) -> Iterator[Unit]:
+    """The units whose weights a step needs on `rank`, whose row of the schedule is `row`: forwards from the first to the
+    last of their stage, backwards from the last to the first that they read."""
+    place = sharding.mesh.coordinate(rank)["pp"]
+    of_stage: dict[int, list[Unit]] = {}
+    for unit in reversed(sharding.units(rank)):
+        for stage in sharding.parameter(unit.names[0]).first.stages_at(place):
+            of_stage.setdefault(stage, []).append(unit)
+    for action in row:
+        used = of_stage.get(action.stage, [])
+        if action.kind is Kind.FORWARD:
+            yield from used
+        elif action.kind in BACKWARDS:
+            yield from (unit for unit in reversed(used) if unit.in_backward)
 
 
 def buckets(

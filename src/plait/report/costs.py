@@ -116,7 +116,7 @@ def _sent(rows: Iterable[Traffic]) -> str:
 # --- memory
 
 HELD = {"weights": "weights", "master_weights": "master weights", "gradients": "gradients", "state": "optimizer state",
-        "activations": "kept for backward"}  # fmt: skip
+        "units": "units on their way", "activations": "kept for backward"}  # fmt: skip
 
 
 def _pieces(bill: MemoryBill, how: str) -> list[Piece]:
@@ -135,8 +135,8 @@ def memory(record: RunRecord) -> str:
     pairs = list(zip(predicted, measured, strict=False))
     longest = max(bill.total for bill in [*predicted, *measured])
     fullest = max(measured, key=lambda bill: bill.total)
-    masters = any(bill.master_weights for bill in [*predicted, *measured])
-    names = [name for name in HELD if masters or name != "master_weights"]
+    sometimes = ("master_weights", "units")
+    names = [name for name in HELD if name not in sometimes or any(getattr(b, name) for b in [*predicted, *measured])]
     about = (
         f"The fullest rank is {fullest.rank}, with {size(fullest.total)}: {size(sum(fullest.held))} held through the run "
         f"and {size(fullest.activations)} kept for backward at the most. "

@@ -13,6 +13,7 @@ what a token may look at is the module's own affair. There is no tensor plan, so
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -189,15 +190,19 @@ class SequentialStage:
         """By the names of the whole list; a tied weight has one, wherever it is used."""
         return {self._owners.get(name, name): p for name, p in self.module.named_parameters()}
 
-    def materialise(self, device: torch.device, kept: dict[str, nn.Parameter]) -> None:
-        """Copies the weights that the module was given with. `kept` is shared by the stages of a rank."""
+    def materialise(
+        self, device: torch.device, kept: dict[str, nn.Parameter], home: Callable[[str, Tensor], Tensor] | None = None
+    ) -> None:
+        """Copies the weights that the module was given with. `kept` is shared by the stages of a rank; `home(name,
+        whole)` says where a weight lives."""
         for child, given in self._given.items():
             for name, source in given.named_modules(prefix=child):
                 target = self.module.get_submodule(name)
                 for tensor, whole in source.named_parameters(recurse=False):
                     owner = self._owners[f"{name}.{tensor}"]
                     if owner not in kept:
-                        kept[owner] = nn.Parameter(whole.detach().to(device, self.dtype, copy=True).contiguous())
+                        mine = whole.detach().to(device, self.dtype, copy=home is None).contiguous()
+                        kept[owner] = nn.Parameter(mine if home is None else home(owner, mine))
                     setattr(target, tensor, kept[owner])
                 for tensor, buffer in source.named_buffers(recurse=False):
                     setattr(target, tensor, buffer.detach().to(device, _kept(buffer, self.dtype), copy=True))

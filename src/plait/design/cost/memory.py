@@ -5,6 +5,13 @@
     gradients        fp32 buckets, 4 bytes an element
     state            AdamW's two moments, 8 bytes an element, and a counter of 4 bytes a tensor
 
+With ZeRO on d dp ranks a unit of u elements, padded to d equal shares, has
+
+    weights          u, with ZeRO-3 u / d
+    gradients        u; where they leave each microbatch u / d, and two units whole
+    state, masters   the rank's own stretches, together not more than u / d
+    units            ZeRO-3: the slots of whole units (design/unit.py); pieces of gradients: two of the largest unit
+
 These equal what a run holds, to the byte. Activations are what each token leaves behind (`per_token.kept`), times the
 tokens of each microbatch, added up as the schedule has them alive on the rank. Where backward is split, `deferred` lives
 on until the backward of the weights, and the gradient that a stage gets (`arriving`) is kept while all its activations
@@ -15,6 +22,8 @@ libraries, CUDA's context).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..facts import ModelFacts
 from ..per_token import ELEMENT, WIDE, arriving, deferred, kept
 from ..plan import Plan
@@ -22,6 +31,7 @@ from ..records import MemoryBill
 from ..schedule import Schedule, peak
 from ..sharding import Sharding, shard
 from ..table import table
+from ..unit import IN_FLIGHT, Unit, slot_sizes
 from .traffic import GRADIENT_ELEMENT
 
 COUNTER = 4
@@ -54,11 +64,30 @@ def _bill(plan: Plan, facts: ModelFacts, sharding: Sharding, schedule: Schedule,
         deferred=lambda stage, m: later[stage] * tokens[m],
         arriving=lambda stage, m: arriving(plan, facts, stage) * tokens[m] if schedule.splits else 0,
     )  # fmt: skip
+    weights, gradients, units = used * item, used * GRADIENT_ELEMENT, 0
+    if sharding.zero:
+        weights, gradients, units = _units(plan, sharding.units(rank), item)
+        stretches = [sharding.stretch(one.name, "state", rank) or (0, 0) for one in owned]
+        state = sum(stop - start for start, stop in stretches)
     return MemoryBill(
         rank=rank,
-        weights=used * item,
+        weights=weights,
         master_weights=state * WIDE if item < WIDE else 0,
-        gradients=used * GRADIENT_ELEMENT,
+        gradients=gradients,
         state=2 * state * WIDE + COUNTER * len(owned),
         activations=int(activations),
+        units=units,
     )
+
+
+def _units(plan: Plan, units: Sequence[Unit], item: int) -> tuple[int, int, int]:
+    """Bytes of weights and gradients, and of what ZeRO moves units through."""
+    whole, shares = sum(unit.padded for unit in units), sum(unit.share for unit in units)
+    pieces = min(IN_FLIGHT, len(units)) * max(unit.padded for unit in units) * GRADIENT_ELEMENT
+    gradients = whole
+    if plan.reduces_each_microbatch:
+        gradients = shares + sum(slot_sizes(units, kept=False).values())
+    if plan.zero < 3:
+        return whole * item, gradients * GRADIENT_ELEMENT, pieces
+    slots = sum(slot_sizes(units, kept=plan.keeps_gathered).values())
+    return shares * item, gradients * GRADIENT_ELEMENT, pieces + slots * item

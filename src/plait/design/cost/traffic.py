@@ -8,6 +8,7 @@ microbatches, e bytes of an element of compute.
          loss              two sums of b s (the maximum), 2 b s (sum of exponentials, target's logit), in fp32
     pp   each boundary     b s h e forward and as much backward, m times (b s V / t e before a loss that is elsewhere)
     dp   each stage        its gradients, once a step (what works on heads over tp as well: dp.tp)
+         with ZeRO         each unit's gradients scattered in sums, its weights gathered (unit.py), the padding counted
     pp   a tied weight     its gradient to the stage that owns it, the new weight back, once a step
     all  the count of target tokens, then the loss with the squared gradient norm
 """
@@ -22,8 +23,10 @@ from ..facts import ModelFacts
 from ..per_token import ELEMENT
 from ..plan import Plan, width_after
 from ..records import WORLD, Traffic
-from ..sharding import Sharding, buckets, shard
+from ..sharding import Sharding, buckets, needed, shard
 from ..styles import style
+from ..table import table
+from ..unit import gathers
 
 GRADIENT_ELEMENT = 4
 
@@ -37,7 +40,7 @@ def traffic(plan: Plan, facts: ModelFacts, *, wide: bool = False) -> list[Traffi
     for rank in range(plan.world):
         rows += _tensor(plan, facts, sharding, rank, compute, accumulate)
         rows += _pipeline(plan, facts, rank, compute)
-        rows += _data(plan, sharding, rank, compute, accumulate)
+        rows += _data(plan, facts, sharding, rank, compute, accumulate)
         if plan.world > 1:
             rows.append(Traffic(rank, WORLD, "target tokens", "all_reduce", plan.world, 1, 8))
             rows.append(Traffic(rank, WORLD, "loss and gradient norm", "all_reduce", plan.world, 1, 16))
@@ -104,12 +107,14 @@ def _modules(facts: ModelFacts, sharding: Sharding, stage: int) -> Iterator[tupl
                 yield module, fact.reads if module == fact.module else module
 
 
-def _data(plan: Plan, sharding: Sharding, rank: int, compute: int, item: int) -> Iterator[Traffic]:
+def _data(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, compute: int, item: int) -> Iterator[Traffic]:
     """Gradients summed over whatever cuts the work; then, of a tied weight, over the stages that use it."""
     mesh, place = plan.mesh, plan.mesh.coordinate(rank)
     parameters = sharding.at(place["pp"])
+    if sharding.zero:
+        yield from _shares(plan, facts, sharding, rank, compute, item)
     calls: dict[tuple[str, ...], list[int]] = {}
-    for bucket in buckets(parameters, mesh, rank, plan.bucket_bytes, item):
+    for bucket in buckets(parameters, mesh, rank, plan.bucket_bytes, item) if not sharding.zero else ():
         calls.setdefault(bucket[0].first.summed_over, []).append(sum(p.elements(mesh, rank) for p in bucket) * item)
     for axes, payloads in calls.items():
         ranks = mesh.degree(*axes)
@@ -121,8 +126,38 @@ def _data(plan: Plan, sharding: Sharding, rank: int, compute: int, item: int) ->
         if not others:
             continue
         owns = place["pp"] == parameter.first.owner
-        count, elements = len(others) if owns else 1, parameter.elements(mesh, rank)
+        start, stop = sharding.stretch(parameter.name, "grad", rank) or (0, parameter.elements(mesh, rank))
+        count, elements = len(others) if owns else 1, stop - start
         for why, receives, size in (("tied gradient", owns, item), ("tied weight", not owns, compute)):
             tied[why, "receive" if receives else "send"].append((count, count * elements * size))
     for (why, operation), counts in tied.items():
         yield Traffic(rank, "pp", why, operation, plan.pp, sum(c for c, _ in counts), sum(b for _, b in counts))
+
+
+def _shares(
+    plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, compute: int, item: int
+) -> Iterator[Traffic]:  # fmt: skip
+    """What ZeRO moves: the sums of gradients, each rank's share to it; the updated shares to everyone, or with ZeRO-3
+    those of every unit that a forward or backward needs and has not got."""
+    units = sharding.units(rank)
+    each = plan.microbatches if plan.reduces_each_microbatch else 1
+    yield Traffic(
+        rank,
+        "dp",
+        "gradients",
+        "reduce_scatter",
+        plan.dp,
+        each * len(units),
+        each * item * sum(u.padded for u in units),
+    )
+    for axes in dict.fromkeys(unit.axes for unit in units if unit.axes != ("dp",)):
+        rest = tuple(axis for axis in axes if axis != "dp")
+        shares = [unit.share for unit in units if unit.axes == axes]
+        yield Traffic(
+            rank, ".".join(rest), "gradients", "all_reduce", plan.mesh.degree(*rest), len(shares), item * sum(shares)
+        )  # fmt: skip
+    moved = list(units)
+    if plan.zero == 3:
+        row = table(plan, facts).rows[plan.mesh.coordinate(rank)["pp"]]
+        moved = gathers(needed(sharding, rank, row), kept=plan.keeps_gathered)
+    yield Traffic(rank, "dp", "weights", "all_gather", plan.dp, len(moved), compute * sum(u.padded for u in moved))

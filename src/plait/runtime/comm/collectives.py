@@ -6,6 +6,7 @@ All work in place on contiguous tensors and return a `Handle`, to be waited for 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +19,14 @@ from .world import Group, World
 
 @dataclass
 class Handle:
-    """Something under way, and its place on the board. It keeps its tensor alive until it is done."""
+    """Something under way, and its place on the board. It keeps its tensor alive until it is done; what is left to do
+    then is `after`."""
 
     work: dist.Work | None
     tensor: Tensor | None
     place: tuple[Board, Mark] | None = None
     received: tuple[Group, Channel] | None = None
+    after: Callable[[], object] | None = None
 
     def wait(self) -> None:
         """On a CPU returns when it is done; on a GPU makes the current stream wait, and returns at once."""
@@ -37,12 +40,18 @@ class Handle:
                 if group.checked is not None:
                     group.checked.after_receive(channel, mark)
         self.work = self.tensor = None
+        if self.after is not None:
+            self.after()
+            self.after = None
 
     def done(self) -> bool:
         return self.work is None or self.work.is_completed()
 
 
 DONE = Handle(None, None)
+# torch 2.13 calls them otherwise, and warns of the names before.
+_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _NAMES = {"sum": "all_reduce", "max": "all_reduce (maximum)"}
 
@@ -97,6 +106,36 @@ def all_gather(x: Tensor, group: Group, *, why: str) -> Tensor:
     Handle(dist.all_gather(list(gathered.unbind(0)), x, group=group.handle, async_op=True), x, place).wait()
     group.ledger.waited(group.axis, why, since)
     return gathered
+
+
+def gather_shares(whole: Tensor, share: Tensor, group: Group, *, why: str) -> Handle:
+    """Starts filling `whole` with everyone's share, in the order of the group. `share` may be this rank's place in it."""
+    if group.handle is None:
+        if whole.data_ptr() != share.data_ptr():
+            whole.copy_(share)
+        return DONE
+    place = _note(whole, group, "all_gather", why, whole.numel() * whole.element_size())
+    work = _GATHER(whole, share, group=group.handle, async_op=True)
+    return Handle(work, whole, place)
+
+
+def reduce_scatter(x: Tensor, share: Tensor, group: Group, space: Tensor, *, why: str, add: bool) -> Handle:
+    """Starts the sum of everyone's x, of which each rank gets its share: written to `share`, or with `add` added to it,
+    when the handle is waited for. `space` is as large as x, and both are in use until then; `share` may be this rank's
+    place in x. On Gloo everyone's pieces are exchanged and summed here, in the order of the group: its own reduce_scatter
+    moves as many bytes as an all_reduce."""
+    if group.handle is None:
+        (share.add_ if add else share.copy_)(x)
+        return DONE
+    place = _note(x, group, "reduce_scatter", why, x.numel() * x.element_size())
+    if by_tag(group):
+        work = dist.all_to_all_single(space, x, group=group.handle, async_op=True)
+        pieces = space.view(group.size, -1)
+        summed = (lambda: share.add_(pieces.sum(0))) if add else lambda: torch.sum(pieces, 0, out=share)
+        return Handle(work, x, place, after=summed)
+    into = space[: share.numel()] if add else share
+    work = _SCATTER(into, x, group=group.handle, async_op=True)
+    return Handle(work, x, place, after=(lambda: share.add_(into)) if add else None)
 
 
 def send(x: Tensor, to: int, group: Group, *, why: str, tag: int) -> Handle:

@@ -15,6 +15,7 @@ the model's own code.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -144,15 +145,18 @@ class StageModel:
         return {names.get(name, name): p for name, p in self.module.named_parameters()}
 
     def materialise(
-        self, sharding: Sharding, rank: int, seed: int, device: torch.device, kept: dict[str, nn.Parameter]
-    ) -> None:
+        self, sharding: Sharding, rank: int, seed: int, device: torch.device, kept: dict[str, nn.Parameter],
+        home: Callable[[str, Tensor], Tensor] | None = None,
+    ) -> None:  # fmt: skip
         """Reads or draws the initial weights and keeps this rank's slices, module by module: no more than one module is
         ever whole. A draw depends on the seed and the module's name alone, so every layout starts from the same bits.
-        `kept` is shared by the stages of a rank: a weight that two of them use is one."""
+        `kept` is shared by the stages of a rank: a weight that two of them use is one. `home(name, slice)` says where a
+        slice lives; None: where it is."""
 
         def keep(name: str, whole: Any) -> Tensor:
             mine = take(sharding.parameter(name), whole, sharding.mesh, rank)
-            return mine.to(device, self.dtype, copy=True).contiguous()
+            mine = mine.to(device, self.dtype, copy=home is None).contiguous()
+            return mine if home is None else home(name, mine)
 
         fill(self.module, self._tied, start(self.module, self._weights, seed), keep, device, kept)
 

@@ -32,6 +32,10 @@ class Buckets:
         groups: Mapping[tuple[str, ...], Group], dtype: torch.dtype, parts: Mapping[str, int], *, added: bool,
     ) -> None:  # fmt: skip
         self.gradients: dict[str, Tensor] = {}
+        self.weights = {held.name: parameters[held.name] for bucket in buckets for held in bucket}
+        """What the optimizer updates: what is computed with."""
+        self.into: dict[nn.Parameter, Tensor] = {}
+        """Where a gradient is added from outside of autograd."""
         self.final = False
         self._buffers: list[Tensor] = []
         self._stages = list(stages)
@@ -49,7 +53,7 @@ class Buckets:
             views = {parameter: view.view_as(parameter) for parameter, view in zip(own, flat, strict=True)}
             self._views.append(views)
             for held, (parameter, view) in zip(bucket, views.items(), strict=True):
-                self.gradients[held.name] = view
+                self.gradients[held.name] = self.into[parameter] = view
                 self._adopt(parameter, view, number)
         self.begin()
 
@@ -73,6 +77,24 @@ class Buckets:
     def buffers(self) -> list[Tensor]:
         """Every bucket, flat: for what is done to all gradients alike."""
         return self._buffers
+
+    @property
+    def bytes(self) -> int:
+        """Of the gradients."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of the weights."""
+        return sum(parameter.nbytes for parameter in self.weights.values())
+
+    @property
+    def space(self) -> int:
+        """Bytes in which gradients of others arrive: sums are made in place."""
+        return 0
+
+    def publish(self) -> None:
+        """Updated weights are whole already."""
 
     def begin(self) -> None:
         """A step begins, and what the last one left in the buckets is nobody's."""

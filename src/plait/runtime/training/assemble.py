@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from posixpath import commonpath
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +24,12 @@ from ..hf.stage_model import StageModel, transposed
 from ..parallel import loss, tensor
 from ..parallel.clock import Clock
 from ..parallel.data import Buckets
+from ..parallel.gathering import Gathering
 from ..parallel.pipeline import Pipeline
 from ..parallel.split_backward import WeightGradients
 from ..parallel.stage import Stage
 from ..parallel.tied import TiedWeights
+from ..parallel.zero import Shares
 from ..sequential import SequentialModel, SequentialStage
 from .optimizer import Optimizer
 from .step import Body, Run, Trained
@@ -64,19 +68,45 @@ def build(
     bodies: dict[int, Body] = {}
     owed: dict[int, WeightGradients] = {}
     parts: Counter[str] = Counter()
-    kept: dict[str, nn.Parameter] = {}
     for number in (number for number in numbers if number < plan.stages):
         body = _body(plan, trained, sharding, world, number, dtype)
         if computed.splits:
             owed[number] = WeightGradients()
         later = _replace_forwards(trained, body, sharding, world, tp, shared, number, owed.get(number))
         parts += _parts(sharding, number, later)
-        if isinstance(body, StageModel):
-            body.materialise(sharding, world.rank, plan.seed, world.device, kept)
-        else:
-            body.materialise(world.device, kept)
         bodies[number] = body
+
+    # Where weights and gradients live: gradients in buckets, which are reduced while backward goes on; with ZeRO both in
+    # units, of which dp ranks have shares.
+    groups = {one.first.summed_over: world.group(*one.first.summed_over) for one in held}
+    gathering, shares = None, None
+    if sharding.zero:
+        units = sharding.units(world.rank)
+        if sharding.zero == 3:
+            gathering = Gathering(units, world.group("dp"), dtype, world.device, kept=plan.keeps_gathered)
+        rest = {axes: world.group(*(axis for axis in axes if axis != "dp")) for axes in groups if axes != ("dp",)}
+        shares = Shares(
+            units, world.group("dp"), rest, dtype, accumulate, world.device, parts, added=computed.splits,
+            each=plan.reduces_each_microbatch, whole=gathering.place if gathering else None,
+        )  # fmt: skip
+    kept: dict[str, nn.Parameter] = {}
+    for body in bodies.values():
+        home = shares.home if shares else None
+        if isinstance(body, StageModel):
+            body.materialise(sharding, world.rank, plan.seed, world.device, kept, home)
+        else:
+            body.materialise(world.device, kept, home)
     parameters = {name: parameter for body in bodies.values() for name, parameter in body.parameters().items()}
+    item = torch.empty((), dtype=accumulate).element_size()
+    if shares:
+        shares.adopt(parameters)
+        sink: Buckets | Shares = shares
+        if gathering:
+            _gather_for(gathering, shares, sharding, world, bodies)
+    else:
+        grouped = buckets(held, plan.mesh, world.rank, plan.bucket_bytes, item)
+        of_stage = [bucket[0].first.stages_at(place)[0] for bucket in grouped]
+        sink = Buckets(grouped, of_stage, parameters, groups, accumulate, parts, added=computed.splits)
 
     # plait owns the loss: it reads the head's cut logits, also where they are sent to a stage that has nothing else.
     start, over = 0, world.alone
@@ -95,19 +125,13 @@ def build(
         for number in numbers
     }  # fmt: skip
 
-    # Gradients live in buckets, which are reduced while backward goes on.
-    item = torch.empty((), dtype=accumulate).element_size()
-    grouped = buckets(held, plan.mesh, world.rank, plan.bucket_bytes, item)
-    groups = {one.first.summed_over: world.group(*one.first.summed_over) for one in held}
-    of_stage = [bucket[0].first.stages_at(place)[0] for bucket in grouped]
-    sink = Buckets(grouped, of_stage, parameters, groups, accumulate, parts, added=computed.splits)
     for gradients in owed.values():
-        gradients.adopt({parameters[name]: gradient for name, gradient in sink.gradients.items()}, sink.ready)
+        gradients.adopt(sink.into, sink.ready)
 
     # A tied weight has one owner; the optimizer updates what this rank owns; the pipeline carries out the table.
-    tied = TiedWeights(sharding.parameters, world.group("pp"), sink.gradients, parameters)
+    tied = TiedWeights(sharding.parameters, world.group("pp"), sink.gradients, sink.weights)
     owned = tuple(one for one in held if one.first.owner == place)
-    optimizer = Optimizer(plan, owned, parameters, sink.gradients)
+    optimizer = Optimizer(plan, owned, sink.weights, sink.gradients)
     clock = Clock(world.device)
 
     def pipeline(table: Schedule, clock: Clock) -> Pipeline:
@@ -120,8 +144,26 @@ def build(
         plan=plan, world=world, model=trained, sharding=sharding, sink=sink, optimizer=optimizer, tied=tied, clock=clock,
         bodies=bodies, parameters=parameters, stages=stages, pipeline=pipeline(schedule, clock),
         forward=pipeline(_forwards(plan, 1), Clock(world.device)),
-        evaluation=pipeline(_forwards(plan, plan.microbatches), Clock(world.device)), forget=shared, steps=steps,
+        evaluation=pipeline(_forwards(plan, plan.microbatches), Clock(world.device)), forget=shared,
+        gathering=gathering, steps=steps,
     )  # fmt: skip
+
+
+def _gather_for(
+    gathering: Gathering, shares: Shares, sharding: Sharding, world: World, bodies: Mapping[int, Body]
+) -> None:  # fmt: skip
+    """Has every unit gathered when one of its modules runs: those that have its parameters, and the block they are in."""
+    place = world.coordinate["pp"]
+    for unit, share in shares.stored:
+        modules: list[nn.Module] = []
+        for number in sharding.parameter(unit.names[0]).first.stages_at(place):
+            here = dict(bodies[number].module.named_modules())
+            uses = [use for name in unit.names for use in sharding.parameter(name).first.uses]
+            names = dict.fromkeys(module for stage, module in uses if stage == number)
+            if unit.block is not None:
+                names[commonpath(name.replace(".", "/") for name in names).replace("/", ".")] = None
+            modules += [here[name] for name in names if name in here]
+        gathering.attach(unit, share, modules)
 
 
 def model_of(plan: Plan, model: Model | nn.Sequential | None, *, wide: bool = False) -> Trained:

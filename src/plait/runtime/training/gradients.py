@@ -6,32 +6,33 @@ same norm, bit for bit, everywhere. Loss and norm travel together: one collectiv
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from ...design.mesh import Mesh
-from ...design.sharding import Parameter
 from ..comm.collectives import all_reduce
 from ..comm.world import World
 
+ROW = 1024
+
 
 def squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares of some gradients, a scalar on the device: each row in its own type, the rows in fp64. torch's norm
-    of a whole tensor adds up few numbers of its type on a CPU, and is 4e-4 off for 12 M elements of fp32."""
-    if not gradients:
+    """Sum of squares of some flat gradients, a scalar on the device: a row of ROW at a time in their own type, the rows
+    in fp64. torch's norm of a whole tensor adds up few numbers of its type on a CPU, and is 4e-4 off for 12 M elements of
+    fp32."""
+    rows = [torch.linalg.vector_norm(part, dim=-1).flatten() for gradient in gradients for part in _rows(gradient)]
+    if not rows:
         return torch.zeros((), dtype=torch.float64, device=device)
-    rows = torch.cat([torch.linalg.vector_norm(gradient, dim=-1).flatten() for gradient in gradients])
-    return rows.double().square().sum()
+    return torch.cat(rows).double().square().sum()
 
 
-def part_of(tensor: Tensor, held: Parameter, number: int, mesh: Mesh, rank: int) -> Tensor:
-    """The slice of part `number` in the tensor that holds this rank's slices of all parts of one parameter: a view."""
-    lengths = [stop - start for start, stop in held.spans(mesh, rank)]
-    if len(lengths) == 1:
-        return tensor
-    return tensor.narrow(held.first.dim, sum(lengths[:number]), lengths[number])
+def _rows(flat: Tensor) -> Iterator[Tensor]:
+    whole = flat.numel() // ROW * ROW
+    if whole:
+        yield flat[:whole].view(-1, ROW)
+    if whole < flat.numel():
+        yield flat[whole:]
 
 
 def loss_and_norm(loss: Tensor, squared: Tensor, world: World) -> tuple[Tensor, Tensor]:

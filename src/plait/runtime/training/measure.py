@@ -49,12 +49,10 @@ def traffic(world: World, predicted: list[Traffic]) -> list[Traffic]:
 
 def memory(run: Run, watch: Watch) -> list[MemoryBill]:
     """What every rank holds, counted tensor by tensor, and what its first step kept for backward. Every rank must ask."""
-    weights = sum(parameter.nbytes for parameter in run.parameters.values())
     master, state = run.optimizer.held
-    gradients = sum(buffer.nbytes for buffer in run.sink.buffers)
-    mine = torch.tensor(
-        [weights, master, gradients, state, watch.kept, _process(run.world.device)], device=run.world.device
-    )
+    units = run.sink.space + (run.gathering.bytes if run.gathering is not None else 0)
+    held = [run.sink.stored_bytes, master, run.sink.bytes, state, watch.kept, units, _process(run.world.device)]
+    mine = torch.tensor(held, device=run.world.device)
     gathered = all_gather(mine, run.world.everyone, why="memory").tolist()
     return [MemoryBill(rank, *row) for rank, row in enumerate(gathered)]
 

@@ -20,16 +20,16 @@ from .step import Run
 def agree(run: Run) -> None:
     """Raises a `BadNumbersError` that names the first part whose copies differ, and the ranks. All ranks must call."""
     world, held = run.world, run.sharding.parameters
-    weights = run.parameters
+    weights = run.stored
     mine = [digest(weights[one.name]) if one.name in weights else 0 for one in held]
     everyones = all_gather(torch.tensor(mine, device=world.device), world.everyone, why="replicas").tolist()
     for number, one in enumerate(held):
-        first: dict[tuple[Box, ...], int] = {}
+        first: dict[tuple[tuple[Box, ...], tuple[int, int] | None], int] = {}
         for rank, digests in enumerate(everyones):
             boxes = one.boxes(world.mesh, rank)
             if not boxes:
                 continue
-            other = first.setdefault(boxes, rank)
+            other = first.setdefault((boxes, run.sharding.stretch(one.name, "stored", rank)), rank)
             if digests[number] != everyones[other][number]:
                 raise BadNumbersError(
                     f"{one.name} is not the same on ranks {other} and {rank}, which hold copies of one slice: start all "

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...design.plan import Plan
 from ...design.sharding import Sharding
@@ -23,12 +23,14 @@ from ..hf.read import Model
 from ..hf.stage_model import StageModel
 from ..parallel.clock import Clock
 from ..parallel.data import Buckets
+from ..parallel.gathering import Gathering
 from ..parallel.pipeline import Pipeline
 from ..parallel.stage import Stage
 from ..parallel.tensor import SharedInput
 from ..parallel.tied import TiedWeights
+from ..parallel.zero import Shares
 from ..sequential import SequentialModel, SequentialStage
-from .gradients import clip, loss_and_norm, part_of, squared_norm
+from .gradients import clip, loss_and_norm, squared_norm
 from .optimizer import Optimizer, learning_rate
 
 Trained = Model | SequentialModel
@@ -69,17 +71,17 @@ class Run:
     """A laid-out model in training on this rank. Made by `build`."""
 
     def __init__(
-        self, *, plan: Plan, world: World, model: Trained, sharding: Sharding, sink: Buckets, optimizer: Optimizer,
-        tied: TiedWeights, clock: Clock, bodies: Mapping[int, Body], parameters: Mapping[str, nn.Parameter],
-        stages: Mapping[int, Stage], pipeline: Pipeline, forward: Pipeline, evaluation: Pipeline, forget: SharedInput,
-        steps: int | None = None,
+        self, *, plan: Plan, world: World, model: Trained, sharding: Sharding, sink: Buckets | Shares,
+        optimizer: Optimizer, tied: TiedWeights, clock: Clock, bodies: Mapping[int, Body],
+        parameters: Mapping[str, nn.Parameter], stages: Mapping[int, Stage], pipeline: Pipeline, forward: Pipeline,
+        evaluation: Pipeline, forget: SharedInput, gathering: Gathering | None = None, steps: int | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.world, self.model, self.sharding = plan, world, model, sharding
         self.bodies, self.stages = bodies, stages
         """By the number of the stage, those of this rank."""
         self.parameters = parameters
         """What this rank computes with, by the names of the whole model."""
-        self.sink, self.optimizer, self.tied = sink, optimizer, tied
+        self.sink, self.optimizer, self.tied, self.gathering = sink, optimizer, tied, gathering
         self.steps = steps or plan.steps
         self.done = 0
         self.forward_pipeline, self.evaluation_pipeline = forward, evaluation
@@ -97,10 +99,9 @@ class Run:
         self.owns_loss = self.has_loss and place["tp"] == 0
         """Whether its loss counts: once a replica."""
         self._counted = [
-            part_of(sink.gradients[held.name], held, number, world.mesh, world.rank)
+            sink.gradients[held.name].flatten()[start:stop]
             for held in sharding.at(place["pp"])
-            for number, part in enumerate(held.parts)
-            if part.grad.is_first_copy(world.mesh, world.rank)
+            for start, stop in sharding.counted(held.name, world.rank)
         ]
 
     def _microbatches(self, batch: Given) -> Sequence[Batch]:
@@ -123,6 +124,12 @@ class Run:
                     f"microbatch {number} has {rows} x {length} tokens: give it a row or more of 1 to {most} tokens"
                 )
         return batch
+
+    @property
+    def stored(self) -> Mapping[str, Tensor]:
+        """What this rank keeps of the weights that it computes with, by the names of the whole model: all of each, or
+        with ZeRO-3 its stretch."""
+        return self.parameters if self.gathering is None else self.sink.weights
 
     def forget(self) -> None:
         """Lets go of what the last pass left for the next module."""
@@ -149,6 +156,8 @@ class Run:
         microbatches = [part.to(world.device) for part in parts]
         laps["here"] = self.clock.now()
         self.sink.begin()
+        if self.gathering is not None:
+            self.gathering.begin()
         laps["begun"] = self.clock.now()
         self.clock.start()
         for body in self.bodies.values():
@@ -156,6 +165,8 @@ class Run:
         share = self.pipeline.run(microbatches, inverse)
         self.forget()
         self.tied.reduce()
+        if self.gathering is not None:
+            self.gathering.end()
         laps["reduced"] = self.clock.now()
         at("reduced")
 
@@ -170,6 +181,7 @@ class Run:
         lr = learning_rate(plan, self.done, self.steps)
         self.optimizer.step(lr)
         self.tied.publish()
+        self.sink.publish()
         laps["updated"], self.waits = self.clock.now(), tuple(world.ledger.waits)
 
         self.done += 1

@@ -1,0 +1,115 @@
+"""Gathering: with ZeRO-3 a unit's weights are whole only while they are at work.
+
+    forward    block 0   block 1   block 2   block 3        slots    a: 0 . 2 .     gathered one ahead: while block 1
+               slot a    slot b    slot a    slot b                  b: . 1 . 3     computes in b, block 2 comes to a
+    backward   block 3 and 2 are still there; 1 and 0 come again
+
+Parameters are views of their slot for good. A module that is about to run, forward or backward, has its unit gathered;
+the first step records the order, and later ones gather the next unit of it in advance. Rajbhandari et al., "ZeRO", 2019,
+section 5.3; Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ...design.unit import Slot, Unit, slot_sizes
+from ..comm.collectives import Handle, gather_shares
+from ..comm.world import Group
+
+
+class Gathering:
+    """The slots of one rank, which hold whole `units`; `group` shares them. With `kept` each has a slot of its own."""
+
+    def __init__(
+        self, units: Sequence[Unit], group: Group, dtype: torch.dtype, device: torch.device, *, kept: bool
+    ) -> None:  # fmt: skip
+        self._group, self._kept = group, kept
+        self._slots = {
+            slot: torch.zeros(size, dtype=dtype, device=device) for slot, size in slot_sizes(units, kept=kept).items()
+        }
+        self._shares: dict[Unit, Tensor] = {}
+        self._in: dict[Slot, Unit] = {}
+        self._arriving: dict[Slot, Handle] = {}
+        self._now: Unit | None = None
+        # The order of a step: as the last one had it, None where nothing is known, and as this one has it so far.
+        self._known: list[Unit] | None = None
+        self._order: list[Unit] = []
+        self._training = False
+
+    @property
+    def bytes(self) -> int:
+        return sum(slot.nbytes for slot in self._slots.values())
+
+    def place(self, unit: Unit) -> Tensor:
+        """Where a unit is whole, [padded]: what stands there is another's, at times."""
+        return self._slots[unit.slot(kept=self._kept)][: unit.padded]
+
+    def attach(self, unit: Unit, share: Tensor, modules: Sequence[nn.Module]) -> None:
+        """Has a unit, of which `share` is this rank's, gathered whenever one of `modules` is about to run."""
+        self._shares[unit] = share
+
+        def before(module: nn.Module, args: object) -> None:
+            self._need(unit)
+
+        def behind(module: nn.Module, args: object, output: object) -> None:
+            first = output[0] if isinstance(output, tuple) else output
+            if isinstance(first, Tensor) and first.requires_grad:
+                first.register_hook(lambda gradient: self._need(unit))
+
+        for module in modules:
+            module.register_forward_pre_hook(before)
+            if not isinstance(module, nn.Embedding):  # its backward asks for rows, and not for the weight
+                module.register_forward_hook(behind)
+
+    def begin(self) -> None:
+        """A step begins; its order is that of the one before."""
+        self._known, self._order = self._order or None, []
+        self._forget()
+        self._training = True
+
+    def end(self) -> None:
+        """Weights are about to change: what is whole is no longer true."""
+        self._forget()
+        self._training = False
+
+    def _forget(self) -> None:
+        for handle in self._arriving.values():
+            handle.wait()
+        self._arriving.clear()
+        self._in.clear()
+        self._now = None
+
+    def _need(self, unit: Unit) -> None:
+        """Returns when the unit is whole, and starts gathering the one that is needed next."""
+        if unit is self._now:
+            return
+        self._now = unit
+        slot = unit.slot(kept=self._kept)
+        self._gather(unit)
+        if slot in self._arriving:
+            self._arriving.pop(slot).wait()
+        if not self._training:
+            return
+        self._order.append(unit)
+        done = len(self._order)
+        if self._known is None or done >= len(self._known):
+            return
+        if self._known[done - 1] is not unit:
+            self._known = None
+        elif self._known[done].slot(kept=self._kept) != slot:
+            self._gather(self._known[done])
+
+    def _gather(self, unit: Unit) -> None:
+        """Starts gathering a unit that is not in its slot."""
+        slot = unit.slot(kept=self._kept)
+        if self._in.get(slot) is unit:
+            return
+        if slot in self._arriving:
+            self._arriving.pop(slot).wait()
+        self._in[slot] = unit
+        # As a tensor of its own: autograd is not to take the next unit for a change of this one's weights.
+        self._arriving[slot] = gather_shares(self.place(unit).data, self._shares[unit], self._group, why="weights")

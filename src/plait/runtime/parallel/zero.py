@@ -1,0 +1,278 @@
+"""ZeRO: dp ranks share out what they would hold copies of.
+
+    ZeRO-1   weights whole   gradients whole, each rank gets the sum of its share    state of the share
+    ZeRO-2   weights whole   gradients of two blocks at a time, then the share       state of the share
+    ZeRO-3   the share, two blocks whole at a time              as ZeRO-2            state of the share
+
+What is moved is a unit (design/unit.py): a flat buffer with the parameters of a block. Backward fills the unit's
+gradients; when the last is there their sum starts, each rank getting its share of it, while backward goes on. The
+optimizer updates shares; the units are gathered again when it has (ZeRO-1, -2), or when a forward or backward needs
+them (ZeRO-3: gathering.py). Buffers are made once and used again.
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2019, section 5.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ...design.unit import IN_FLIGHT, Slot, Unit, slot_sizes
+from ..comm.collectives import Handle, all_reduce, gather_shares, reduce_scatter
+from ..comm.world import Group
+
+
+@dataclass
+class _Held:
+    """One unit here: its weights and gradients, and how far the sum of these is."""
+
+    unit: Unit
+    weights: Tensor
+    """Whole, or with ZeRO-3 this rank's share."""
+    summed: Tensor
+    """This rank's share of the gradients, and of what they are summed into."""
+    full: Tensor
+    """Where backward leaves the gradients: the unit's own, or a slot's."""
+    missing: int = 0
+    started: bool = False
+    parameters: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    """With the views of their gradients."""
+    any_summed: bool = False
+    handle: Handle | None = None
+
+
+class Shares:
+    """The `GradSink` of ZeRO, and the home of the weights. `units` are this rank's, in the order in which backward
+    finishes them; `group` is dp, `rest` what the gradients of some units are summed over besides, by their axes. `parts`
+    and `added` are as for data parallelism. With `each` gradients are summed after every microbatch. `whole` says where a
+    unit is whole when it is (ZeRO-3); None: here, and always."""
+
+    def __init__(
+        self, units: Sequence[Unit], group: Group, rest: Mapping[tuple[str, ...], Group], compute: torch.dtype,
+        accumulate: torch.dtype, device: torch.device, parts: Mapping[str, int], *, added: bool, each: bool,
+        whole: Callable[[Unit], Tensor] | None,
+    ) -> None:  # fmt: skip
+        self._group, self._rest, self._whole = group, rest, whole
+        self._parts, self._added, self._each = parts, added, each
+        largest = max((unit.padded for unit in units), default=0)
+        self._space = [torch.empty(largest, dtype=accumulate, device=device) for _ in range(min(IN_FLIGHT, len(units)))]
+        self._gradient_slots: dict[Slot, Tensor] = {}
+        if each:
+            for slot, size in slot_sizes(units, kept=False).items():
+                self._gradient_slots[slot] = torch.zeros(size, dtype=accumulate, device=device)
+        self._held = [self._made(unit, compute, accumulate, device) for unit in units]
+        self._of: dict[str, _Held] = {name: held for held in self._held for name in held.unit.names}
+        self._mine: dict[nn.Parameter, _Held] = {}
+        self.gradients: dict[str, Tensor] = {}
+        """This rank's stretch of the sum of every gradient, flat."""
+        self.weights: dict[str, nn.Parameter] = {}
+        """This rank's stretch of every weight, flat: what the optimizer updates."""
+        for held in self._held:
+            for name in held.unit.names:
+                start, stop = self._place(held, name)
+                self.gradients[name] = held.summed[start:stop]
+                self.weights[name] = nn.Parameter(self._share(held)[start:stop])
+        self._untouched: set[nn.Parameter] = set()
+        self._final = False
+
+    def _made(self, unit: Unit, compute: torch.dtype, accumulate: torch.dtype, device: torch.device) -> _Held:
+        size, share = (unit.share if self._whole is not None else unit.padded), unit.share
+        weights = torch.zeros(size, dtype=compute, device=device)
+        if self._each:
+            full = self._gradient_slots[unit.slot(kept=False)][: unit.padded]
+            summed = torch.zeros(share, dtype=accumulate, device=device)
+        else:
+            full = torch.zeros(unit.padded, dtype=accumulate, device=device)
+            summed = full[self._group.index * share :][:share]
+        return _Held(unit, weights, summed, full)
+
+    def _share(self, held: _Held) -> Tensor:
+        share = held.unit.share
+        return held.weights if self._whole is not None else held.weights[self._group.index * share :][:share]
+
+    def _place(self, held: _Held, name: str) -> tuple[int, int]:
+        """Where this rank's stretch of a parameter stands in its share."""
+        first, _ = held.unit.spans[name]
+        start, stop = held.unit.stretch(name, self._group.index)
+        offset = first - self._group.index * held.unit.share
+        return (start + offset, stop + offset) if start < stop else (0, 0)
+
+    # --- weights
+
+    def home(self, name: str, whole: Tensor) -> Tensor:
+        """Where a parameter lives that is `whole` [local shape] now: a view of its unit. With ZeRO-3 only this rank's
+        stretch of it stays."""
+        held = self._of[name]
+        first, last = held.unit.spans[name]
+        if self._whole is None:
+            view = held.weights[first:last].view(whole.shape)
+            return view.copy_(whole)
+        start, stop = held.unit.stretch(name, self._group.index)
+        into, end = self._place(held, name)
+        held.weights[into:end].copy_(whole.flatten()[start:stop])
+        assert self._whole is not None
+        return self._whole(held.unit)[first:last].view(whole.shape)
+
+    def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """The parameters, once they are at home."""
+        for held in self._held:
+            for name in held.unit.names:
+                parameter = parameters[name]
+                first, last = held.unit.spans[name]
+                view = held.full[first:last].view(parameter.shape)
+                held.parameters[parameter] = view
+                self._mine[parameter] = held
+                self._hook(held, parameter, view)
+        self.begin()
+
+    def publish(self) -> None:
+        """Updated shares become whole weights again; with ZeRO-3 not before they are needed."""
+        if self._whole is not None:
+            return
+        handles = [gather_shares(held.weights, self._share(held), self._group, why="weights") for held in self._held]
+        for handle in handles:
+            handle.wait()
+
+    @property
+    def stored(self) -> list[tuple[Unit, Tensor]]:
+        """What this rank keeps of the weights of every unit."""
+        return [(held.unit, held.weights) for held in self._held]
+
+    # --- gradients
+
+    @property
+    def into(self) -> dict[nn.Parameter, Tensor]:
+        """Where a gradient is added from outside of autograd."""
+        return {parameter: view for held in self._held for parameter, view in held.parameters.items()}
+
+    @property
+    def bytes(self) -> int:
+        """Of the gradients, whole and shares."""
+        slots = self._gradient_slots.values()
+        full = [*slots, *(held.summed for held in self._held)] if self._each else [held.full for held in self._held]
+        return sum(buffer.nbytes for buffer in full)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of the weights, the padding counted."""
+        return sum(held.weights.nbytes for held in self._held)
+
+    @property
+    def space(self) -> int:
+        """Bytes in which pieces of gradients arrive that are to be summed."""
+        return sum(space.nbytes for space in self._space)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """This rank's shares of the sums, flat: for what is done to all gradients alike."""
+        return [held.summed for held in self._held]
+
+    @property
+    def final(self) -> bool:
+        return self._final
+
+    @final.setter
+    def final(self, last: bool) -> None:
+        """A backward begins, whose gradients are the last of the step for its stage if `last`."""
+        if self._each:
+            self._round()
+        self._final = last
+
+    def begin(self) -> None:
+        """A step begins, and what the last one left is nobody's."""
+        for held in self._held:
+            held.any_summed = held.started = False
+            held.missing = sum(self._parts.get(name, 1) for name in held.unit.names)
+            if self._added:
+                held.full.zero_()
+            else:
+                self._clear(held)
+        self._open: deque[_Held] = deque()
+        self._next = 0
+        self._final = False
+
+    def _clear(self, held: _Held) -> None:
+        self._untouched.update(held.parameters)
+        for parameter in held.parameters:
+            parameter.grad = None
+
+    def _hook(self, held: _Held, parameter: nn.Parameter, view: Tensor) -> None:
+        same = parameter.dtype == view.dtype
+
+        def accumulated(p: Tensor) -> None:
+            first = parameter in self._untouched
+            if first or not same:
+                assert p.grad is not None
+                if first:
+                    self._claim(held)
+                (view.copy_ if first else view.add_)(p.grad)
+                p.grad = view if same else None
+            self.ready(parameter)
+
+        if same and self._added:
+            parameter.grad = view
+        parameter.register_post_accumulate_grad_hook(accumulated)
+
+    def _claim(self, held: _Held) -> None:
+        """Returns when nobody else's gradients are in the unit's place any more."""
+        while self._each and any(other.full.data_ptr() == held.full.data_ptr() for other in self._open):
+            self._close()
+
+    def ready(self, parameter: nn.Parameter) -> None:
+        """A part of this gradient is complete for this microbatch; when all of a unit's are, their sum may start."""
+        self._untouched.discard(parameter)
+        if not (self._final or self._each):
+            return
+        self._mine[parameter].missing -= 1
+        while self._next < len(self._held) and self._held[self._next].missing == 0:
+            self._start()
+
+    def _start(self) -> None:
+        held = self._held[self._next]
+        for parameter in self._untouched & held.parameters.keys():
+            self._claim(held)
+            held.parameters[parameter].zero_()
+        self._untouched -= held.parameters.keys()
+        if len(self._open) == len(self._space):
+            self._close()
+        space = self._space[self._next % len(self._space)][: held.unit.padded]
+        add = self._each and held.any_summed
+        held.handle = reduce_scatter(held.full, held.summed, self._group, space, why="gradients", add=add)
+        held.any_summed = True
+        self._open.append(held)
+        self._next += 1
+
+    def _close(self) -> None:
+        """Waits for the oldest sum that is under way."""
+        held = self._open.popleft()
+        assert held.handle is not None
+        held.handle.wait()
+        held.handle = None
+        if held.unit.axes in self._rest and (self._final or not self._each):
+            all_reduce(held.summed, self._rest[held.unit.axes], why="gradients")
+
+    def _round(self) -> None:
+        """Ends the sums of a microbatch, and makes ready for the next one's."""
+        if self._next:
+            self._finish_all()
+        for held in self._held:
+            held.missing = sum(self._parts.get(name, 1) for name in held.unit.names)
+            self._clear(held)
+        self._next = 0
+
+    def _finish_all(self) -> None:
+        while self._next < len(self._held):
+            self._start()
+        while self._open:
+            self._close()
+
+    def finish(self, stage: int) -> None:
+        """Returns when the gradients of `stage` are summed; the stages after it on this rank must be done."""
+        last = max((number for number, held in enumerate(self._held) if held.unit.stage >= stage), default=-1)
+        while self._next <= last:
+            self._start()
+        while any(held.unit.stage >= stage for held in self._open):
+            self._close()
