@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from plait.design.balance import WORDS, weights
 from plait.design.cost.memory import memory
@@ -22,9 +23,12 @@ from plait.design.mesh import Mesh
 from plait.design.plan import Plan, stage_blocks
 from plait.design.records import Timeline
 from plait.design.schedule import METHODS, Action, Kind, live_microbatches, lower, make
+from plait.design.sharding import needed, shard
 from plait.design.simulate import simulate, unit_seconds
 from plait.design.styles import STYLES
-from plait.report import schedules, sharding, timeline
+from plait.design.table import table
+from plait.design.unit import gathers
+from plait.report import schedules, sharding, shares, timeline
 from plait.report.schedules import Played
 from plait.report.words import percent, size
 
@@ -106,6 +110,10 @@ def figures() -> dict[str, str]:
         _timeline("1f1b", 2, 4, reduction=1), title="1f1b, pp 2 x dp 2, microbatches 4: one of the two replicas"
     )
     found["accumulation.svg"] = timeline.svg(_timeline("1f1b", 1, 4), title="1f1b: pp 1, microbatches 4")
+    sharing = shard(example_model(), Plan(dp=4, zero=1)).units(0)
+    found["zero.svg"] = shares.svg(
+        next(u for u in sharing if u.block == 0), title="One block on dp 4: what each rank keeps"
+    )
     mesh = Mesh((("dp", 2), ("tp", 2)))
     for file, name, shape in (
         ("colwise", "colwise", (2 * HIDDEN, HIDDEN)),
@@ -180,10 +188,61 @@ def numbers() -> dict[str, str]:
         "loss at last": _traffic(Plan(**example, pp=2, microbatches=4), "pp"),
         "loss at first": _traffic(Plan(**example, pp=2, microbatches=4, loss_at="first"), "pp"),
         "dp traffic": _traffic(Plan(**example, dp=2, microbatches=4), "dp"),
+        "zero traffic": _zero_traffic(),
+        "zero memory": _zero_memory(),
+        "zero order": _zero_order(),
         "tp traffic": _traffic(Plan(**example, tp=2, microbatches=4), "tp"),
         "accumulation": _pipelines_of_one((1, 4, 16)),
         "balance": _balances(),
     }
+
+
+ZEROS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("none", {"zero": 0}), ("ZeRO-1", {"zero": 1}), ("ZeRO-2", {"zero": 2}), ("ZeRO-3", {"zero": 3}),
+    ("ZeRO-3, keep_gathered", {"zero": 3, "keep_gathered": "yes"}),
+    ("ZeRO-3, replicas 2", {"zero": 3, "replicas": 2}),
+)  # fmt: skip
+
+
+def _zero_traffic() -> str:
+    """What rank 0 sends in a step of one microbatch, and as a multiple of the model."""
+    facts, rows = example_model(), list[tuple[object, ...]]()
+    for name, fields in ZEROS:
+        found = [row for row in traffic(Plan(dp=4, batch=8, seq=128, **fields), facts) if row.rank == 0]
+        moved = [row for row in found if row.axis in ("dp", "shard", "replica")]
+        sent = sum(int(row.sent) for row in moved)
+        model = 4 * facts.elements * 3 / 4
+        what = ", ".join(f"{row.calls} {row.operation}" for row in moved)
+        rows.append((name, what, f"{sent:,}", f"{sent / model:.3f}"))
+    return _markdown(("stage", "calls", "bytes sent", "of (d - 1)/d 4 P"), rows)
+
+
+def _zero_memory() -> str:
+    """The fullest rank of dp 4, in bytes a parameter, and what the paper's formula gives."""
+    facts, rows = example_model(blocks=32, vocabulary=8192), list[tuple[object, ...]]()
+    for name, fields in ZEROS:
+        bills = memory(Plan(dp=4, batch=8, seq=128, compute="bf16", **fields), facts)
+        bill = max(bills, key=lambda one: sum(one.held))
+        parts = (bill.weights, bill.gradients, bill.master_weights + bill.state, bill.units)
+        rows.append((name, *(f"{part / facts.elements:.2f}" for part in (*parts, sum(parts)))))
+    return _markdown(("stage", "weights", "gradients", "masters and state", "units on their way", "held"), rows)
+
+
+def _zero_order() -> str:
+    """What a rank of ZeRO-3 needs one after the other, and what it gathers for it, with three blocks a, b and c."""
+    facts = example_model(blocks=3)
+    plan = Plan(dp=2, batch=8, seq=128, zero=3)
+    sharding_, row = shard(facts, plan), table(plan, facts).rows[0]
+    rows = list[tuple[object, ...]]()
+    for action in row:
+        for unit in needed(sharding_, 0, [action]):
+            before = list(needed(sharding_, 0, row))[: len(rows)]
+            fetched = len(gathers([*before, unit], kept=False)) > len(gathers(before, kept=False))
+            name = f"block {'abc'[unit.block]}" if unit.block is not None else unit.name
+            where = f"blocks, {'first' if unit.block % 2 == 0 else 'second'}" if unit.block is not None else "ends"
+            work = "forward" if action.kind is Kind.FORWARD else "backward"
+            rows.append((len(rows) + 1, work, name, where, "gathered" if fetched else "still there"))
+    return _markdown(("", "work", "needs", "slot", ""), rows)
 
 
 def _balances() -> str:

@@ -54,6 +54,7 @@ def draw(seed: int) -> Draw:
         if sizes["hidden_size"] <= MOST_HIDDEN and plan["batch"] <= MOST_ROWS and _accepted(plan, sizes):
             plan |= _pipeline(Random(-1001 - seed), plan, sizes)
             plan |= _uneven(Random(-1 - seed), plan, sizes["num_hidden_layers"])
+            plan |= _shares(Random(-2001 - seed), plan, sizes)
             # Only the first step is also run as shipped: one that trains nothing would show nothing there.
             first = random.choice([kind for kind in KINDS if kind != "nothing"])
             return Draw(
@@ -105,6 +106,21 @@ def _pipeline(random: Random, plan: dict[str, Any], sizes: dict[str, Any]) -> di
     one = Plan(**plan | chosen)
     halves = random.random() < 0.25 and not make(one.schedule, one.pp, one.microbatches, one.chunks).splits
     return chosen | {"split_backward": halves}
+
+
+def _shares(random: Random, plan: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
+    """Any stage of ZeRO where there are replicas, with all that it leaves open."""
+    ways = product((1, 2, 3), range(1, plan["dp"]), ("auto", "yes", "no"), ("auto", "step", "microbatch"))
+    names = ("zero", "replicas", "keep_gathered", "reduce_every")
+    legal = [
+        values
+        for values in (dict(zip(names, way, strict=True)) for way in ways)
+        if plan["dp"] % values["replicas"] == 0 and _accepted(plan | values, sizes)
+    ]
+    if not legal or random.random() < 0.2:
+        return {}
+    zero = random.choice([values["zero"] for values in legal])
+    return random.choice([values for values in legal if values["zero"] == zero])
 
 
 def _degrees(random: Random) -> dict[str, int]:

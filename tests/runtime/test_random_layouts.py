@@ -106,10 +106,22 @@ SHARES: dict[str, tuple[int, Callable[[Draw], Any]]] = {
     "rows of one token": (5, lambda d: d.plan["seq"] == 1),
     "rows of odd length": (15, lambda d: d.plan["seq"] % 2 and d.plan["seq"] > 1),
     "a padding token": (25, lambda d: d.config["pad_token_id"] is not None),
-    "a bucket a tensor over dp": (10, lambda d: d.plan["bucket_mb"] < 0.001 and d.degree("dp") > 1),
+    "a bucket a tensor over dp": (
+        3,
+        lambda d: d.plan["bucket_mb"] < 0.001 and d.degree("dp") > 1 and not d.plan.get("zero"),
+    ),
+    "ZeRO": (30, lambda d: d.plan.get("zero")),
+    "ZeRO over tp and pp": (8, lambda d: d.plan.get("zero") and len(axes(d)) == 3),
+    "ZeRO with backwards in two halves": (5, lambda d: d.plan.get("zero") and halves(d)),
+    "ZeRO in replicas": (3, lambda d: d.plan.get("replicas", 1) > 1),
+    "ZeRO-3 that gathers each time in a pipeline": (
+        2,
+        lambda d: d.plan.get("zero") == 3 and d.degree("pp") > 1 and not Plan(**d.plan).keeps_gathered,
+    ),
 }
 """What at least so many of a hundred draws are."""
 EACH: dict[str, tuple[int, Iterable[Any], Callable[[Draw], Any]]] = {
+    "zero": (8, (0, 1, 2, 3), lambda d: d.plan.get("zero", 0)),
     "schedule": (3, RUNS, lambda d: d.plan["schedule"]),
     "stages on a rank": (10, (1, 2), lambda d: stages(d)),
     "split_backward": (10, (True, False), lambda d: d.plan["split_backward"]),

@@ -32,6 +32,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2, "pp": 2, "microbatches": 3, "balance": "3,1"}, {"dp": 2, "pp": 2, "microbatches": 3, "balance": "1,3"},
     {"pp": 2, "tp": 2, "microbatches": 5, "schedule": "interleaved"},
     {"pp": 3, "microbatches": 5, "balance": "1,1,2", "schedule": "zb-h1"},
+    {"tp": 2, "recompute": "full", "recompute_every": 2}, {"tp": 2, "pp": 2, "recompute": "attention"},
     {"dp": 4, "zero": 1}, {"dp": 2, "zero": 2, "compute": "bf16"}, {"dp": 2, "tp": 2, "zero": 3},
     {"dp": 2, "pp": 2, "zero": 3, "schedule": "zb-v", "keep_gathered": "no"}, {"dp": 4, "zero": 3, "microbatches": 1},
 ]  # fmt: skip

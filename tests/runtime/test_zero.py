@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from plait.design.cost.traffic import traffic
 from plait.design.errors import PlanError
 from plait.design.plan import Plan, validate
+from plait.design.sharding import shard
 from plait.runtime.comm.world import World
 from plait.runtime.hf.read import read
+from plait.runtime.parallel.zero import Shares
 from plait.runtime.training.assemble import build
 from plait.runtime.training.launch import launch
 from plait.runtime.training.replicas import digest
@@ -21,9 +24,9 @@ from tests.runtime.test_layouts import assert_equal, name
 from tests.runtime.test_numbers import random_batch, rows_of
 
 AXES: dict[str, tuple[Any, ...]] = {
-    "zero": (1, 2, 3), "dp": (2, 3, 4), "microbatches": (1, 3), "tp": (1, 2), "pp": (1, 2),
+    "zero": (1, 2, 3), "replicas": (1, 2), "dp": (2, 3, 4), "microbatches": (1, 3), "tp": (1, 2), "pp": (1, 2),
     "schedule": ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"), "keep_gathered": ("auto", "yes", "no"),
-    "reduce_every": ("auto", "step", "microbatch"),
+    "reduce_every": ("auto", "step", "microbatch"), "recompute": ("none", "full", "attention"),
 }  # fmt: skip
 
 
@@ -117,3 +120,73 @@ def test_the_stages_of_zero_are_bitwise_alike(nursery: Nursery, compute: str) ->
 def test_refusals(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(PlanError, match=says):
         validate(Plan(batch=8, **changes), FACTS)
+
+
+def unused(zero: int) -> Any:
+    """A weight that gets no gradient on one rank, another on none."""
+    plan = Plan(model="llama-tiny", dp=2, batch=4, seq=8, zero=zero)
+
+    def main(world: World) -> Any:
+        run = build(plan, world)
+        assert isinstance(run.sink, Shares)
+        run.sink.begin()
+        run.sink.final = True
+        unit = run.sharding.units(world.rank)[0]
+        name = unit.names[0]
+        if world.rank == 0:
+            parameter = run.parameters[name]
+            run.sink.into[parameter].fill_(2.0)
+            run.sink.ready(parameter)
+        run.sink.finish(0)
+        return [float(run.sink.gradients[each].abs().sum()) for each in unit.names]
+
+    return launch(main, plan)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_p065_p066_missing_gradients_count_as_zero_and_never_hang(nursery: Nursery, zero: int) -> None:
+    first, *others = zip(*nursery(unused, zero), strict=True)
+    unit = shard(FACTS, Plan(dp=2, zero=zero)).units(0)[0]
+    assert sum(first) == 2.0 * unit.sizes[0]
+    assert all(share == (0.0, 0.0) for share in others)
+
+
+@pytest.mark.parametrize("model", ["qwen3-tiny", "gpt2-tiny"])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_p013_p067_a_tied_weight_is_shared_by_one_group(model: str, pp: int) -> None:
+    """It is a unit by itself, so that its owner and its other users share it alike, element by element."""
+    sharding = shard(read(model).facts, Plan(model=model, dp=3, pp=pp, zero=3, batch=6))
+    tied = next(p for p in sharding.parameters if len(p.first.uses) > 1)
+    units = [sharding.unit_of(tied.name, rank) for rank in range(3 * pp)]
+    assert {(unit.names, unit.sizes, unit.share) for unit in units} == {((tied.name,), units[0].sizes, units[0].share)}
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_p123_there_are_as_many_calls_as_blocks(zero: int) -> None:
+    """And one for each end: parameters do not travel one by one."""
+    facts = read("llama-tiny").facts
+    found = [row for row in traffic(Plan(dp=4, zero=zero), facts) if row.rank == 0 and row.axis == "dp"]
+    assert {row.operation: row.calls for row in found} == {
+        "reduce_scatter": facts.blocks + 2,
+        "all_gather": facts.blocks + 2 + (facts.blocks - 2 if zero == 3 else 0),
+    }
+
+
+@pytest.mark.parametrize(
+    "layout", [{"dp": 3}, {"dp": 4, "replicas": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 2}], ids=name
+)
+@pytest.mark.parametrize("model", ["qwen3-tiny", "gpt2-tiny", "phi3-tiny"])
+def test_p034_p055_shares_tile_every_slice(model: str, layout: dict[str, Any]) -> None:
+    """Whatever does not divide: each element of what ranks compute with is in one share, and counts once in the norm."""
+    facts = read(model).facts
+    sharding = shard(facts, Plan(model=model, zero=3, batch=12, **layout))
+    mesh, counted = sharding.mesh, 0
+    for rank in range(mesh.size):
+        held = sharding.at(mesh.coordinate(rank)["pp"])
+        assert sorted(n for unit in sharding.units(rank) for n in unit.names) == sorted(one.name for one in held)
+        for one in held:
+            group = mesh.group(rank, "shard")
+            stretches = [sharding.stretch(one.name, "stored", other) for other in group]
+            assert sum(stop - start for start, stop in stretches if stop > start) == one.elements(mesh, rank)  # type: ignore[misc]
+            counted += sum(stop - start for start, stop in sharding.counted(one.name, rank))
+    assert counted == facts.elements

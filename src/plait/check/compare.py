@@ -33,7 +33,7 @@ from .cause import explained
 from .evidence import Evidence
 from .join import Findings, join
 from .observe import Observer
-from .places import BYTES, PARTS, Found, Place, Verdict, beside, boxes_of, output_of, stretch_of
+from .places import BYTES, PARTS, Found, Place, Verdict, boxes_of, held_of, output_of, slices_of
 from .reference import computing, slack_key, step_file
 from .rounding import UPDATED
 
@@ -143,11 +143,9 @@ class _Desk:
 
     def _slices(self, place: Place, whole: Any) -> Tensor:
         """What this rank holds of a whole parameter, its parts side by side."""
-        boxes = self._boxes[place.quantity][place.name]
-        slices = [whole[tuple(slice(start, stop) for start, stop in box)] for box in boxes]
         sharding = self._run.sharding
-        stretch = stretch_of(sharding, place.name, place.quantity, self._world.rank)
-        return beside(slices, sharding.parameter(place.name), stretch)
+        held = held_of(sharding, place.name, place.quantity, self._world.rank)
+        return slices_of(whole, held, sharding.parameter(place.name))
 
     def _bytes(self, step: int) -> dict[str, Found]:
         """The ledger of the step against the prediction: calls and payloads, by reason."""

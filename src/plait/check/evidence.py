@@ -17,7 +17,7 @@ from ..design.mesh import Mesh
 from ..design.plan import Plan
 from ..design.sharding import Sharding
 from ..runtime.hf.read import Model
-from .places import PARTS, Departure, Place, beside, boxes_of, output_of, stretch_of
+from .places import PARTS, Departure, Place, boxes_of, held_of, output_of, slices_of, stretch_of
 from .reference import step_file
 
 CLOSE = 1e-6
@@ -79,13 +79,22 @@ class Evidence:
             return ()
         return boxes_of(self.sharding.parameter(self.place.name), self.place.quantity, self.mesh, rank)
 
+    def stretch(self, rank: int) -> tuple[int, int] | None:
+        """Which elements of those, flat; None for all."""
+        place = self.place
+        return stretch_of(self.sharding, place.name, place.quantity, rank) if place.quantity in PARTS else None
+
+    def mine(self, whole: Tensor, name: str, quantity: str, rank: int) -> Tensor | None:
+        """What `rank` should have of `quantity` of a parameter; None where that is nothing."""
+        held = held_of(self.sharding, name, quantity, rank)
+        return slices_of(whole, held, self.sharding.parameter(name)) if held[0] else None
+
     def own(self, whole: Tensor, rank: int) -> Tensor:
         """The slice of `whole` that `rank` should have."""
-        boxes = self.boxes(rank)
-        if boxes:
-            slices = [whole[tuple(slice(*side) for side in box)] for box in boxes]
-            stretch = stretch_of(self.sharding, self.place.name, self.place.quantity, rank)
-            return beside(slices, self.sharding.parameter(self.place.name), stretch)
+        if self.place.quantity in PARTS:
+            mine = self.mine(whole, self.place.name, self.place.quantity, rank)
+            if mine is not None:
+                return mine
         return output_of(self.place.name, self.held[rank].shape, whole, self.sharding, rank)
 
     def same(self, one: Tensor, other: Tensor) -> bool:
@@ -113,8 +122,10 @@ class Evidence:
 
     @property
     def axes(self) -> Iterator[tuple[str, ...]]:
-        """Every set of axes over which ranks could have summed, single ones first."""
+        """Every set of axes over which ranks could have summed, single ones first; replicas of ZeRO before all of dp."""
         names = [name for name, size in self.mesh.axes if size > 1]
+        if self.mesh.replicas > 1:
+            yield ("replica",)
         for count in range(1, len(names) + 1):
             yield from combinations(names, count)
 

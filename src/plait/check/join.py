@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..design.sharding import Sharding
-from .places import BYTES, EXACT, PARTS, REPLICAS, WORDS, Departure, Found, Place, Verdict, Worst, boxes_of, stretch_of
+from .places import BYTES, EXACT, PARTS, REPLICAS, WORDS, Departure, Found, Place, Verdict, Worst, held_of
 
 Findings = Mapping[str, Found]
 """One rank's, by `Place.key`."""
@@ -55,14 +55,10 @@ def _one(place: Place, found: Mapping[int, Found], scale: float, bound: float) -
 
 def _copies(place: Place, found: Mapping[int, Found], sharding: Sharding) -> tuple[Departure, bool]:
     """Ranks that hold the same box of a part hold the same bits."""
-    parameter = sharding.parameter(place.name)
     by_box: dict[Any, dict[int, list[int]]] = {}
     for rank, mine in found.items():
-        box = (
-            boxes_of(parameter, place.quantity, sharding.mesh, rank),
-            stretch_of(sharding, place.name, place.quantity, rank),
-        )
-        by_box.setdefault(box, {}).setdefault(mine.digest, []).append(rank)
+        held = held_of(sharding, place.name, place.quantity, rank)
+        by_box.setdefault(held, {}).setdefault(mine.digest, []).append(rank)
     # The copies that are fewer are the odd ones out; of equally many, the later ranks.
     odd = [
         rank

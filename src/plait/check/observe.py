@@ -7,6 +7,9 @@ what the runtime says.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -42,6 +45,10 @@ class Observer:
             self._recorder.attach(modules, blocks)
         for number in run.stages:
             self._wrap(number)
+        # A forward that backward runs again has the graph, and so the gradients, of what is inside.
+        self._microbatch_of: dict[int, int] = {}
+        for recomputing in run.recomputing.values():
+            recomputing.watch = self._again
 
     @property
     def seen(self) -> dict[str, Tensor]:
@@ -56,6 +63,7 @@ class Observer:
             recorder.microbatch = turns.pop(0) if turns else None
             if recorder.microbatch is not None:
                 record_batch(recorder, batch, recorder.microbatch)
+                self._microbatch_of[id(batch)] = recorder.microbatch
             output = forward(batch, received)
             self._at_hand = recorder.microbatch
             recorder.microbatch = None
@@ -69,6 +77,12 @@ class Observer:
 
         stage.forward, stage.loss = observed_forward, observed_loss  # type: ignore[method-assign]
 
+    @contextmanager
+    def _again(self, batch: Batch) -> Iterator[None]:
+        self._recorder.microbatch = self._microbatch_of.get(id(batch))
+        yield
+        self._recorder.microbatch = None
+
     def initial(self) -> None:
         """The weights before the first step."""
         self._recorder.seen = {}
@@ -78,6 +92,7 @@ class Observer:
     def step(self, batch: Batch) -> None:
         """Takes a step on this rank's rows and records it."""
         self._recorder.seen = {}
+        self._microbatch_of.clear()
         self._turns = {number: list(turns) for number, turns in self._forwards.items()}
         self._at_hand = None
         self._report(self._run.step(batch, at=self._at))

@@ -128,6 +128,22 @@ def boxes_of(parameter: Parameter, quantity: str, mesh: Mesh, rank: int) -> tupl
     return tuple(part.within(box) for part, box in found if box is not None)
 
 
+Held = tuple[tuple[Box, ...], tuple[int, int] | None]
+
+
+def held_of(sharding: Sharding, name: str, quantity: str, rank: int) -> Held:
+    """What `rank` holds of `quantity` of a parameter: the boxes of its parts, and which stretch of them. Ranks with the
+    same have copies."""
+    boxes = boxes_of(sharding.parameter(name), quantity, sharding.mesh, rank)
+    return boxes, stretch_of(sharding, name, quantity, rank) if boxes else None
+
+
+def slices_of(whole: Any, held: Held, parameter: Parameter) -> Tensor:
+    """The same of a whole parameter, as a rank has it."""
+    boxes, stretch = held
+    return beside([whole[tuple(slice(*side) for side in box)] for box in boxes], parameter, stretch)
+
+
 def beside(slices: Sequence[Tensor], parameter: Parameter, stretch: tuple[int, int] | None = None) -> Tensor:
     """The slices of the parts as a rank holds them: side by side in one tensor, of which ZeRO leaves it a stretch."""
     whole = slices[0] if len(slices) == 1 else torch.cat(tuple(slices), parameter.first.dim)

@@ -13,6 +13,7 @@ from ..design.cost.traffic import traffic
 from ..design.plan import Plan
 from ..design.records import sent_per_axis
 from ..design.sharding import shard
+from ..report import memory as memory_report
 from ..report import sharding as sharding_report
 from ..report import timeline as timeline_report
 from ..report import traffic as traffic_report
@@ -127,6 +128,10 @@ class View:
         console.print(traffic_report.table(record.traffic_predicted, record.traffic_measured))
         axes = ", ".join(f"{axis} {size(float(sent))}" for axis, sent in sent_per_axis(record.traffic_measured).items())
         console.print(f"per axis, all ranks: {axes or 'nothing'}", soft_wrap=True)
+        console.print("\nmemory (activations and what is held; the process itself is not counted)", style="bold")
+        console.print(
+            Text(memory_report.draw(record.memory_predicted, record.memory_measured, console.width)), soft_wrap=True
+        )
         if record.proof:
             console.print(record.proof, soft_wrap=True)
         if said := warning(record):

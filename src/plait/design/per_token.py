@@ -16,6 +16,7 @@ Bytes: every tensor that some backward needs, once; h hidden, a heads of D, t tp
     plain MLP   2 f e / t              the output before the activation and after it
     stage       2 D e                  cosines and sines of the positions
     embedding   9 where t > 1          the tokens' places among the own rows, and the mask of those that are elsewhere
+    recomputed  h e                    the block's input, and nothing else (of attention: nothing but what norms keep)
     head, loss  4 V / t + 18           fp32 exponentials, their sum, the target and its two masks; where the loss is
 
 Where backward is split, what the linear layers read and the gradients of what they gave (`deferred`) live on until the
@@ -44,8 +45,20 @@ def operations(plan: Plan, facts: ModelFacts, stage: int) -> tuple[int, int, int
     """(forward, backward of the input, backward of the weights) of one token on `stage`."""
     start, stop = stage_blocks(plan, facts)[stage]
     products = 2 * sum(balance.products(facts)[start:stop])
-    attention = 2 * balance.attention_width(facts) * (plan.seq + 1) * (stop - start)
-    return products + attention, products + 2 * attention, products
+    each = 2 * balance.attention_width(facts) * (plan.seq + 1)
+    attention = each * (stop - start)
+    # Backward of the input runs a recomputed forward again; the head is not in it.
+    head = 2 * facts.head_weight.elements if stop == facts.blocks else 0
+    again = 0
+    for block in range(start, stop):
+        if plan.recomputes(block):
+            inside = [fact for fact in facts.parameters if fact.block == block and in_attention(fact)]
+            again += each
+            if plan.recompute == "attention":
+                again += 2 * sum(fact.elements for fact in inside if len(fact.shape) == 2)
+            else:
+                again += 2 * balance.products(facts)[block] - (head if block == facts.blocks - 1 else 0)
+    return products + attention, products + 2 * attention + again, products
 
 
 def kept(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int) -> int:
@@ -53,15 +66,51 @@ def kept(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int) -> int:
     item, t = ELEMENT[plan.compute], plan.tp
     used = [facts.by_name[held.name] for held in sharding.on_stage(stage)]
     token = 2 * (facts.hidden // facts.heads) * item if used else 0  # the loss may be a stage without blocks
-    for block, ours in groupby(used, lambda fact: fact.block):
-        weights = [fact for fact in ours if fact.tensor == "weight"]
-        token += sum(facts.hidden * (WIDE + 2 * item) + WIDE for fact in weights if len(fact.shape) == 1)
-        token += 9 * (t > 1) * sum(fact.style == "embedding_rowwise" for fact in weights)
-        if block is not None:
-            token += (_matrices(weights) * item + WIDE * facts.heads) // t
+    token += sum(_of_block(plan, facts, block, ours) for block, ours in _blocks(used))
     if stage == plan.loss_stage:
         token += WIDE * facts.vocabulary // t + 18
     return token
+
+
+def replayed(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int) -> int:
+    """The most bytes a token by which a backward of `stage` with recomputation goes beyond what it began with: the inside
+    of a block comes back when what was kept behind it is gone."""
+    if plan.recompute == "none":
+        return 0
+    used = [facts.by_name[held.name] for held in sharding.on_stage(stage)]
+    gone = WIDE * facts.vocabulary // plan.tp + 18 if stage == plan.loss_stage else 0
+    most = 0
+    plain = plan.model_copy(update={"recompute": "none", "recompute_every": 1})
+    for block, ours in reversed(_blocks(used)):
+        held = _of_block(plan, facts, block, ours)
+        if plan.recomputes(block):
+            most = max(most, _of_block(plain, facts, block, ours) - held - gone)
+        gone += held
+    return most
+
+
+def _blocks(used: list[ParameterFact]) -> list[tuple[int | None, list[ParameterFact]]]:
+    return [(block, list(ours)) for block, ours in groupby(used, lambda fact: fact.block)]
+
+
+def _of_block(plan: Plan, facts: ModelFacts, block: int | None, ours: list[ParameterFact]) -> int:
+    """What a block leaves, or what comes before or after the blocks."""
+    item, t = ELEMENT[plan.compute], plan.tp
+    if plan.recompute == "full" and plan.recomputes(block):
+        return facts.hidden * item
+    weights = [fact for fact in ours if fact.tensor == "weight"]
+    token = sum(facts.hidden * (WIDE + 2 * item) + WIDE for fact in weights if len(fact.shape) == 1)
+    token += 9 * (t > 1) * sum(fact.style == "embedding_rowwise" for fact in weights)
+    if block is None:
+        return token
+    if plan.recomputes(block):
+        return token + _matrices([fact for fact in weights if not in_attention(fact)]) * item // t
+    return token + (_matrices(weights) * item + WIDE * facts.heads) // t
+
+
+def in_attention(fact: ParameterFact) -> bool:
+    """Whether a parameter is inside its block's attention."""
+    return any("attn" in name or "attention" in name for name in fact.module.split(".")[:-1])
 
 
 def deferred(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int) -> int:

@@ -52,6 +52,11 @@ class Plan(BaseModel):
         le=3,
         description="What dp ranks share out, not copy: 1 optimizer state, 2 gradients too, 3 weights too.",
     )
+    replicas: int = Field(
+        1,
+        ge=1,
+        description="ZeRO: how many times the dp ranks have everything between them; each is cut over the rest.",
+    )
     keep_gathered: Literal["auto", "yes", "no"] = Field(
         "auto", description="ZeRO-3: whether weights stay gathered until the step ends; auto: in pipelines of several "
         "microbatches."
@@ -78,6 +83,10 @@ class Plan(BaseModel):
         description="What is even over the stages: blocks (uniform), parameters or cost; or each one's blocks: 5,6,6,5.",
     )
     microbatches: int = Field(1, ge=1, description="Microbatches a step on each data parallel rank.")
+    recompute: Literal["none", "full", "attention"] = Field(
+        "none", description="What backward computes again and forward does not keep: blocks, or their attention."
+    )
+    recompute_every: int = Field(1, ge=1, description="Which blocks are recomputed: every so many, from the first on.")
     batch: int = Field(8, ge=1, description="Rows in one step, over all ranks.")
     seq: int = Field(128, ge=1, description="Tokens in a row.")
     steps: int = Field(50, ge=1, description="Optimizer steps; the data starts over in a new order when it ends.")
@@ -116,7 +125,7 @@ class Plan(BaseModel):
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(tuple((axis, getattr(self, axis)) for axis in AXES))
+        return Mesh(tuple((axis, getattr(self, axis)) for axis in AXES), self.replicas)
 
     @property
     def world(self) -> int:
@@ -174,6 +183,10 @@ class Plan(BaseModel):
         if self.split_backward or method(self.schedule).searched:
             return True
         return make(self.schedule, self.pp, self.microbatches, self.chunks).splits
+
+    def recomputes(self, block: int | None) -> bool:
+        """Whether backward computes a block (or its attention) again."""
+        return self.recompute != "none" and block is not None and block % self.recompute_every == 0
 
     @property
     def held_out(self) -> float:
@@ -306,6 +319,17 @@ def sequence_fits(plan: Plan, facts: ModelFacts) -> str | None:
 def shares_are_of_several(plan: Plan, facts: ModelFacts) -> str | None:
     if plan.zero and plan.dp == 1:
         return f"zero {plan.zero} shares out what dp ranks hold copies of, and dp is 1: set dp 2 or more, or zero 0."
+    if plan.replicas > 1:
+        if not plan.zero:
+            return (
+                f"replicas {plan.replicas} is for zero 1 and above; without zero every dp rank is one: set replicas 1."
+            )
+        legal = [degree for degree in divisors(plan.dp) if degree < plan.dp]
+        if plan.replicas not in legal:
+            return (
+                f"replicas {plan.replicas} does not leave 2 or more of dp {plan.dp} ranks to share: set replicas "
+                f"{listed(legal)}."
+            )
     for field, least, given in (("keep_gathered", 3, plan.keep_gathered), ("reduce_every", 2, plan.reduce_every)):
         if given != "auto" and plan.zero < least:
             return f"{field} {given} is for zero {least} and above, but zero is {plan.zero}: leave it auto."
@@ -315,6 +339,14 @@ def shares_are_of_several(plan: Plan, facts: ModelFacts) -> str | None:
             f"{plan.stages_per_rank} stages a rank{', each backward in two' * plan.splits}: set reduce_every step, or "
             "schedule 1f1b."
         )
+    return None
+
+
+def recomputation_has_something(plan: Plan, facts: ModelFacts) -> str | None:
+    if plan.recompute == "none" and plan.recompute_every > 1:
+        return f"recompute_every {plan.recompute_every} chooses blocks, but recompute is none: set recompute full."
+    if plan.recompute == "attention" and not facts.heads:
+        return "recompute attention is for transformers, and a plain list's children are not known: set recompute full."
     return None
 
 
@@ -341,7 +373,7 @@ def evaluation_is_asked_for(plan: Plan, facts: ModelFacts) -> str | None:
 
 RULES: tuple[Rule, ...] = (
     degrees_make_the_ranks, schedule_is_known, limit_is_for_a_search, batch_divides, blocks_fill_stages,
-    blocks_are_dealt, tensors_divide, shares_are_of_several, sequence_fits, warm_up_ends,
+    blocks_are_dealt, tensors_divide, shares_are_of_several, recomputation_has_something, sequence_fits, warm_up_ends,
     own_attention_drops_nothing, evaluation_is_asked_for,
 )  # fmt: skip
 

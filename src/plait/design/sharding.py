@@ -197,14 +197,18 @@ class Sharding:
         """Which elements of its slice of a parameter `rank` has of a quantity: (start, stop), or None for all of them."""
         if quantity not in ZERO[self.zero]:
             return None
-        return self.unit_of(name, rank).stretch(name, self.mesh.coordinate(rank)["dp"])
+        return self.unit_of(name, rank).stretch(name, self.mesh.index(rank, "shard"))
 
     def counted(self, name: str, rank: int) -> list[tuple[int, int]]:
         """The stretches of a parameter's gradient on `rank` that count in the norm, flat, in what it has of the sum: each
         element of the model counts on one rank."""
         parameter, mesh = self.parameter(name), self.mesh
-        # Replicas have copies, or shares; which part of the slice counts is the same for all of them.
-        first = mesh.rank(**{**mesh.coordinate(rank), "dp": 0}) if self.zero else rank
+        # Ranks that share count what they have, and of copies of a share the first.
+        first = rank
+        if self.zero:
+            if mesh.index(rank, "replica"):
+                return []
+            first = mesh.rank(**{**mesh.coordinate(rank), "dp": 0})
         shape = parameter.local_shape(mesh, rank)
         if not any(part.grad.holds(mesh, rank) for part in parameter.parts):
             return []
@@ -317,7 +321,8 @@ def _units(sharding: Sharding, rank: int) -> list[Unit]:
     found = [
         Unit(
             name if axes == ("dp",) else f"{name}, {'.'.join(axes)}", stage, held[0].first.block,
-            tuple(one.name for one in held), tuple(one.elements(mesh, rank) for one in held), axes, mesh.degree("dp"),
+            tuple(one.name for one in held), tuple(one.elements(mesh, rank) for one in held), mesh.degree("shard"),
+            rest=(*(["replica"] if mesh.replicas > 1 else []), *(axis for axis in axes if axis != "dp")),
             in_backward=name != BEFORE or not all(one.first.decays for one in held),
             alone=len(held[0].first.uses) > 1,
         )

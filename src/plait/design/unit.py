@@ -26,16 +26,17 @@ BEFORE, AFTER = "before the blocks", "after the blocks"
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters of one stage, with the elements that a rank computes with; `shares` ranks share them. `axes` are those
-    over which their gradients are summed; `in_backward` says whether backward reads the weights (an embedding's not)."""
+    """Parameters of one stage, with the elements that a rank computes with; `shares` ranks share them. `rest` are the
+    axes over which the gradients of a share are summed besides; `in_backward` says whether backward reads the weights
+    (an embedding's not), `alone` whether several places use it."""
 
     name: str
     stage: int
     block: int | None
     names: tuple[str, ...]
     sizes: tuple[int, ...]
-    axes: tuple[str, ...]
     shares: int
+    rest: tuple[str, ...] = ()
     in_backward: bool = True
     alone: bool = False
 
@@ -68,7 +69,7 @@ class Unit:
         """Where it stands while it is whole: by itself if it is kept until the step ends."""
         if kept or self.alone:
             return self.name
-        return ("blocks", self.block % 2, self.axes) if self.block is not None else ("ends", self.axes)
+        return ("blocks", self.block % 2, self.rest) if self.block is not None else ("ends", self.rest)
 
 
 def gathers(sequence: Iterable[Unit], *, kept: bool) -> list[Unit]:

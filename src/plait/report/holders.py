@@ -31,7 +31,14 @@ def holders(record: RunRecord) -> str:
         f"once, {size(held)} over all ranks. "
     )
     if plan.dp > 1:
-        about += f"The {plan.dp} rows of a card are replicas, which hold the same. "
+        shared = {
+            1: "optimizer state", 2: "gradients and optimizer state", 3: "weights, gradients and optimizer state"
+        }.get(sharding.zero)  # fmt: skip
+        about += (
+            f"The {plan.dp} rows of a card compute with the same, and share out {shared} (ZeRO-{sharding.zero}). "
+            if shared
+            else f"The {plan.dp} rows of a card are replicas, which hold the same. "
+        )
     if plan.tp > 1:
         about += f"Its {plan.tp} columns are slices of the tensors that tp cuts; norms are whole on each."
     dealt = deal(plan, facts)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -183,8 +184,22 @@ class SequentialStage:
             for module in (parameter.module, *(tied for tied, _ in parameter.tied))
         }
         self.dtype = dtype
+        self.at_hand: Batch | None = None
         self.step = 0
         """Of the run; nothing here is drawn by it."""
+
+    @property
+    def blocks(self) -> dict[int, nn.Module]:
+        """Its children, by their places in the list."""
+        return {int(name): child for name, child in self.module.items()}
+
+    def mark(self) -> object:
+        """Nothing here depends on where a forward is."""
+        return None
+
+    def again(self, batch: Batch, mark: object) -> AbstractContextManager[object]:
+        """Children see their input and nothing else."""
+        return nullcontext()
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """By the names of the whole list; a tied weight has one, wherever it is used."""
@@ -208,6 +223,7 @@ class SequentialStage:
                     setattr(target, tensor, buffer.detach().to(device, _kept(buffer, self.dtype), copy=True))
 
     def forward(self, batch: Batch, received: Tensor | None) -> Tensor:
+        self.at_hand = batch
         x = batch.tokens if received is None else received
         for child in self.module.values():
             x = child(x)

@@ -9,7 +9,7 @@ import torch
 from ...runtime.hf.initial import draw
 from ...runtime.hf.read import build_on_meta
 from ..evidence import CLOSE, Evidence, ranks_in_words
-from ..places import PARTS
+from ..places import PARTS, beside
 from ..reference import computing
 
 
@@ -30,9 +30,12 @@ def sum_missing(e: Evidence) -> str | None:
 
 
 def _adds_up(e: Evidence, group: tuple[int, ...]) -> bool:
-    if any(rank not in e.held or e.boxes(rank) != e.boxes(group[0]) for rank in group):
+    first = group[0]
+    if any(
+        rank not in e.held or e.boxes(rank) != e.boxes(first) or e.stretch(rank) != e.stretch(first) for rank in group
+    ):
         return False
-    held, own = [e.held[rank] for rank in group], e.own(e.whole, group[0])
+    held, own = [e.held[rank] for rank in group], e.own(e.whole, first)
     if any(tensor.shape != own.shape for tensor in held):
         return False
     return e.same(torch.stack([tensor.double() for tensor in held]).sum(0), own)
@@ -68,6 +71,8 @@ def wrong_rows(e: Evidence) -> str | None:
     if e.place.quantity not in PARTS or not e.wrong:
         return None
     rank = e.wrong[0]
+    if e.stretch(rank) is not None:
+        return _wrong_share(e, rank)
     if len(e.boxes(rank)) > 1:  # slices of several parts side by side
         return None
     box = e.boxes(rank)[0]
@@ -82,6 +87,23 @@ def wrong_rows(e: Evidence) -> str | None:
             shift = rows[0] - start
             return f"rank {rank}'s slice begins {abs(shift)} too {'early' if shift < 0 else 'late'} in dim {dim}"
         return f"rank {rank} has {_runs(rows)} (dim {dim} of the whole) in the place of {start}-{stop - 1}"
+    return None
+
+
+def _wrong_share(e: Evidence, rank: int) -> str | None:
+    """The right numbers of another stretch of the rank's slice."""
+    start, stop = e.stretch(rank) or (0, 0)
+    held = e.held[rank]
+    slices = [e.whole[tuple(slice(*side) for side in box)] for box in e.boxes(rank)]
+    flat = beside(slices, e.sharding.parameter(e.place.name)).flatten()
+    bound = max(e.departure.bound, 1e-9 * e.departure.scale)
+    for place in torch.nonzero((flat - held[0]).abs() <= bound).flatten().tolist() if held.numel() else ():
+        there = flat[place : place + held.numel()]
+        if place != start and e.same(held, there):
+            return (
+                f"rank {rank} has elements {place} to {place + held.numel() - 1} of its slice in the place of {start} to "
+                f"{stop - 1}: which ranks hold which shares is mixed up"
+            )
     return None
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...runtime.training.optimizer import learning_rate
 from ..evidence import Evidence
-from ..places import BYTES, REPLICAS, boxes_of
+from ..places import BYTES, REPLICAS, held_of
 
 
 def bytes_differ(e: Evidence) -> str | None:
@@ -24,10 +24,9 @@ def copies_differ(e: Evidence) -> str | None:
     if e.place.quantity != REPLICAS:
         return None
     quantity, _, name = e.place.name.partition(" of ")
-    parameter = e.sharding.parameter(name)
     copies: dict[object, list[Tensor]] = {}
     for rank, held in e.held.items():
-        copies.setdefault(boxes_of(parameter, quantity, e.mesh, rank), []).append(held.double())
+        copies.setdefault(held_of(e.sharding, name, quantity, rank), []).append(held.double())
     apart = max(float((one - same[0]).abs().max()) for same in copies.values() for one in same)
     largest = max(float(one.abs().max()) for same in copies.values() for one in same)
     far = apart / largest if largest else apart
@@ -78,12 +77,8 @@ def norm_of(e: Evidence) -> str | None:
             return f"copies over {' and '.join(axes)} are each counted"
 
     def of(rank: int) -> float:
-        own = [
-            found[held][tuple(slice(*side) for side in box)]  # type: ignore[index]
-            for held in squares
-            for box in boxes_of(held, "gradient", e.mesh, rank)
-        ]
-        return sum(float(one.double().square().sum()) for one in own)
+        own = [e.mine(found[held], held.name, "gradient", rank) for held in squares]  # type: ignore[arg-type]
+        return sum(float(one.double().square().sum()) for one in own if one is not None)
 
     if e.fits(lambda r: fits(r, of(r))):
         return "each rank goes by the norm of what it holds, and not by that of the whole model"
@@ -95,9 +90,21 @@ def stale(e: Evidence) -> str | None:
     if e.place.quantity not in ("weight", "published weight"):
         return None
     before = e.before(e.place.quantity)
-    if before is None or not e.fits(lambda r: e.same(e.held[r], e.own(before, r).to(e.held[r].dtype))):
+    if before is None:
+        return None
+    if e.plan.zero and e.fits(lambda r: _partly(e, before, r)):
+        return "only this rank's own share is new: the others' are from before the update, and have not been gathered"
+    if not e.fits(lambda r: e.same(e.held[r], e.own(before, r).to(e.held[r].dtype))):
         return None
     return "it is still the weight from before the update: the update does not reach it"
+
+
+def _partly(e: Evidence, before: Tensor, rank: int) -> bool:
+    """Some elements are those after the update, the others those before it."""
+    held, new, old = e.held[rank].double(), e.own(e.whole, rank).double(), e.own(before, rank).double()
+    bound = max(e.departure.bound, 1e-9)
+    is_new, is_old = (held - new).abs() <= bound, (held - old).abs() <= bound
+    return bool((is_new | is_old).all()) and bool((is_new & ~is_old).any()) and bool((is_old & ~is_new).any())
 
 
 def decay(e: Evidence) -> str | None:

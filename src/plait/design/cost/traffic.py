@@ -4,6 +4,7 @@ Symbols: b rows of a microbatch (their mean: m b are the rows of a dp rank), s t
 microbatches, e bytes of an element of compute.
 
     tp   each block        forward 2 sums, backward 2 sums, of b s h e each, m times
+         recomputed blocks their forward's sums once more
          embedding, head   one sum forward, one backward, of b s h e
          loss              two sums of b s (the maximum), 2 b s (sum of exponentials, target's logit), in fp32
     pp   each boundary     b s h e forward and as much backward, m times (b s V / t e before a loss that is elsewhere)
@@ -20,7 +21,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from ..facts import ModelFacts
-from ..per_token import ELEMENT
+from ..per_token import ELEMENT, in_attention
 from ..plan import Plan, width_after
 from ..records import WORLD, Traffic
 from ..sharding import Sharding, buckets, needed, shard
@@ -65,7 +66,7 @@ def _tensor(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, comput
             row = style(name, module)
             if row.enter == "copy":
                 read.add(reads)  # q, k and v read one input: its gradient is summed once
-            outputs += row.leave == "sum"
+            outputs += (row.leave == "sum") * (1 + _recomputed(plan, facts, module))
             experts += row.cuts == "both"
         inputs += len(read)
     m = plan.microbatches
@@ -94,6 +95,14 @@ def _pipeline(plan: Plan, facts: ModelFacts, rank: int, compute: int) -> Iterato
             payload = tokens * sum(width_after(plan, facts, stage) for stage in boundaries) * compute
             yield Traffic(rank, "pp", send, "send", plan.pp, calls, payload)
             yield Traffic(rank, "pp", receive, "receive", plan.pp, calls, payload)
+
+
+def _recomputed(plan: Plan, facts: ModelFacts, module: str) -> bool:
+    """Whether a module goes forward again in backward."""
+    return any(
+        fact.module == module and plan.recomputes(fact.block) and (plan.recompute == "full" or in_attention(fact))
+        for fact in facts.parameters
+    )
 
 
 def _modules(facts: ModelFacts, sharding: Sharding, stage: int) -> Iterator[tuple[str, str]]:
@@ -140,24 +149,17 @@ def _shares(
     """What ZeRO moves: the sums of gradients, each rank's share to it; the updated shares to everyone, or with ZeRO-3
     those of every unit that a forward or backward needs and has not got."""
     units = sharding.units(rank)
+    axis, shares = ("dp" if plan.replicas == 1 else "shard"), plan.mesh.degree("shard")
     each = plan.microbatches if plan.reduces_each_microbatch else 1
-    yield Traffic(
-        rank,
-        "dp",
-        "gradients",
-        "reduce_scatter",
-        plan.dp,
-        each * len(units),
-        each * item * sum(u.padded for u in units),
-    )
-    for axes in dict.fromkeys(unit.axes for unit in units if unit.axes != ("dp",)):
-        rest = tuple(axis for axis in axes if axis != "dp")
-        shares = [unit.share for unit in units if unit.axes == axes]
-        yield Traffic(
-            rank, ".".join(rest), "gradients", "all_reduce", plan.mesh.degree(*rest), len(shares), item * sum(shares)
-        )  # fmt: skip
+    scattered = each * item * sum(unit.padded for unit in units)
+    yield Traffic(rank, axis, "gradients", "reduce_scatter", shares, each * len(units), scattered)
+    for rest in dict.fromkeys(unit.rest for unit in units if unit.rest):
+        summed = [unit.share for unit in units if unit.rest == rest]
+        ranks = plan.mesh.degree(*rest)
+        yield Traffic(rank, ".".join(rest), "gradients", "all_reduce", ranks, len(summed), item * sum(summed))
     moved = list(units)
     if plan.zero == 3:
         row = table(plan, facts).rows[plan.mesh.coordinate(rank)["pp"]]
         moved = gathers(needed(sharding, rank, row), kept=plan.keeps_gathered)
-    yield Traffic(rank, "dp", "weights", "all_gather", plan.dp, len(moved), compute * sum(u.padded for u in moved))
+    gathered = compute * sum(unit.padded for unit in moved)
+    yield Traffic(rank, axis, "weights", "all_gather", shares, len(moved), gathered)

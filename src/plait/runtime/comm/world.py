@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ...design.errors import PlanError
-from ...design.mesh import Mesh
+from ...design.mesh import ATOMS, Mesh
 from ...design.plan import Plan
 from ...design.records import WORLD
 from . import address
@@ -233,9 +233,9 @@ class World:
         return Group(axis, ranks, ranks.index(self.rank), self.ledger, handle, self.board, channel, self._checked)
 
     def group(self, *axes: str) -> Group:
-        """The ranks that differ from this one on `axes` only. One over several axes is made when it is first asked for,
-        by all of its ranks."""
-        unknown = [axis for axis in axes if axis not in self.mesh.names]
+        """The ranks that differ from this one on `axes` (or atoms of dp) only. One over several axes, or over an atom, is
+        made when it is first asked for, by all of its ranks."""
+        unknown = [axis for axis in axes if axis not in (*self.mesh.names, *ATOMS)]
         if unknown:
             raise ValueError(f"this world has no axis {unknown}, only {self.mesh.names}")
         if axes not in self._groups:

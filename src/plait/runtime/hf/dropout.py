@@ -39,6 +39,14 @@ class Dropping(TorchFunctionMode):
         self._step, self._samples = step, samples.tolist()
         self.block(-1)
 
+    @property
+    def mark(self) -> tuple[int, int]:
+        """The block and how many calls it has made: to go on from there."""
+        return self._block, self._call
+
+    def resume(self, mark: tuple[int, int]) -> None:
+        self._block, self._call = mark
+
     def block(self, number: int) -> None:
         self._block, self._call = number, 0
 

@@ -15,8 +15,8 @@ the model's own code.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -117,6 +117,7 @@ class StageModel:
             self._sight.attach(self.module)
         self._dropping = Dropping(seed) if drops(self.module) else None
         parameters = sharding.on_stage(stage)
+        self.at_hand: Batch | None = None
         blocks_name, blocks = find_blocks(self.module)
         owned = sorted({p.first.block for p in parameters if p.first.block is not None})
         first, last = owned[0], owned[-1]
@@ -135,6 +136,8 @@ class StageModel:
             stub = _NoEmbedding(model.facts.hidden, dtype) if isinstance(module, nn.Embedding) else _Absent()
             parent, _, child = name.rpartition(".")
             setattr(self.module.get_submodule(parent), child, stub)
+        self.blocks: dict[int, nn.Module] = {index: blocks[index] for index in owned}
+        """Those of this stage, by their numbers in the model."""
         if self._dropping is not None:
             for index in owned:
                 blocks[index].register_forward_pre_hook(begins(self._dropping, index))
@@ -162,6 +165,7 @@ class StageModel:
 
     def forward(self, batch: Batch, received: Tensor | None) -> Tensor:
         """Tokens [b, s] (and the hidden state [b, s, hidden] of the stage before) -> hidden state or logits."""
+        self.at_hand = batch
         if self._enter is not None:
             self._enter.received = received
         if self._sight is not None:
@@ -174,6 +178,24 @@ class StageModel:
             return left.hidden
         logits: Tensor = output.logits
         return logits
+
+    def attention(self, block: int) -> nn.Module:
+        """The attention of a block."""
+        return next(m for m in self.blocks[block].children() if type(m).__name__.endswith("Attention"))
+
+    def mark(self) -> object:
+        """Where in the microbatch at hand the forward is, for whoever wants to go on from there."""
+        return None if self._dropping is None else self._dropping.mark
+
+    @contextmanager
+    def again(self, batch: Batch, mark: Any) -> Iterator[None]:
+        """While it is entered, modules see `batch` as they saw it at `mark`."""
+        if self._sight is not None:
+            self._sight.look_at(batch)
+        with self._drops(batch):
+            if self._dropping is not None:
+                self._dropping.resume(mark)
+            yield
 
     def _drops(self, batch: Batch) -> AbstractContextManager[object]:
         """Dropout of this microbatch, where the model has any and is in training."""

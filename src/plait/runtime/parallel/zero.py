@@ -25,11 +25,14 @@ from ..comm.collectives import Handle, all_reduce, gather_shares, reduce_scatter
 from ..comm.world import Group
 
 
-@dataclass
+@dataclass(eq=False)
 class _Held:
     """One unit here: its weights and gradients, and how far the sum of these is."""
 
     unit: Unit
+    number: int
+    former: _Held | None
+    """Whose gradients were in the same place before, in this backward."""
     weights: Tensor
     """Whole, or with ZeRO-3 this rank's share."""
     summed: Tensor
@@ -37,7 +40,6 @@ class _Held:
     full: Tensor
     """Where backward leaves the gradients: the unit's own, or a slot's."""
     missing: int = 0
-    started: bool = False
     parameters: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     """With the views of their gradients."""
     any_summed: bool = False
@@ -46,7 +48,7 @@ class _Held:
 
 class Shares:
     """The `GradSink` of ZeRO, and the home of the weights. `units` are this rank's, in the order in which backward
-    finishes them; `group` is dp, `rest` what the gradients of some units are summed over besides, by their axes. `parts`
+    finishes them; `group` are those that share, `rest` what gradients of shares are summed over besides. `parts`
     and `added` are as for data parallelism. With `each` gradients are summed after every microbatch. `whole` says where a
     unit is whole when it is (ZeRO-3); None: here, and always."""
 
@@ -63,7 +65,9 @@ class Shares:
         if each:
             for slot, size in slot_sizes(units, kept=False).items():
                 self._gradient_slots[slot] = torch.zeros(size, dtype=accumulate, device=device)
-        self._held = [self._made(unit, compute, accumulate, device) for unit in units]
+        self._held: list[_Held] = []
+        for unit in units:
+            self._held.append(self._made(unit, compute, accumulate, device))
         self._of: dict[str, _Held] = {name: held for held in self._held for name in held.unit.names}
         self._mine: dict[nn.Parameter, _Held] = {}
         self.gradients: dict[str, Tensor] = {}
@@ -87,7 +91,8 @@ class Shares:
         else:
             full = torch.zeros(unit.padded, dtype=accumulate, device=device)
             summed = full[self._group.index * share :][:share]
-        return _Held(unit, weights, summed, full)
+        shared = [other for other in self._held if self._each and other.unit.slot(kept=False) == unit.slot(kept=False)]
+        return _Held(unit, len(self._held), shared[-1] if shared else None, weights, summed, full)
 
     def _share(self, held: _Held) -> Tensor:
         share = held.unit.share
@@ -113,7 +118,6 @@ class Shares:
         start, stop = held.unit.stretch(name, self._group.index)
         into, end = self._place(held, name)
         held.weights[into:end].copy_(whole.flatten()[start:stop])
-        assert self._whole is not None
         return self._whole(held.unit)[first:last].view(whole.shape)
 
     def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -184,7 +188,7 @@ class Shares:
     def begin(self) -> None:
         """A step begins, and what the last one left is nobody's."""
         for held in self._held:
-            held.any_summed = held.started = False
+            held.any_summed = False
             held.missing = sum(self._parts.get(name, 1) for name in held.unit.names)
             if self._added:
                 held.full.zero_()
@@ -192,6 +196,7 @@ class Shares:
                 self._clear(held)
         self._open: deque[_Held] = deque()
         self._next = 0
+        self._begun = False
         self._final = False
 
     def _clear(self, held: _Held) -> None:
@@ -217,13 +222,18 @@ class Shares:
         parameter.register_post_accumulate_grad_hook(accumulated)
 
     def _claim(self, held: _Held) -> None:
-        """Returns when nobody else's gradients are in the unit's place any more."""
-        while self._each and any(other.full.data_ptr() == held.full.data_ptr() for other in self._open):
+        """Returns when nobody else's gradients are in the unit's place any more. Whoever had it before has all that it
+        gets: what is missing there counts as zero."""
+        former = held.former
+        while former is not None and self._next <= former.number:
+            self._start()
+        while former is not None and former.handle is not None:
             self._close()
 
     def ready(self, parameter: nn.Parameter) -> None:
         """A part of this gradient is complete for this microbatch; when all of a unit's are, their sum may start."""
         self._untouched.discard(parameter)
+        self._begun = True
         if not (self._final or self._each):
             return
         self._mine[parameter].missing -= 1
@@ -251,17 +261,17 @@ class Shares:
         assert held.handle is not None
         held.handle.wait()
         held.handle = None
-        if held.unit.axes in self._rest and (self._final or not self._each):
-            all_reduce(held.summed, self._rest[held.unit.axes], why="gradients")
+        if held.unit.rest and (self._final or not self._each):
+            all_reduce(held.summed, self._rest[held.unit.rest], why="gradients")
 
     def _round(self) -> None:
         """Ends the sums of a microbatch, and makes ready for the next one's."""
-        if self._next:
+        if self._begun:
             self._finish_all()
         for held in self._held:
             held.missing = sum(self._parts.get(name, 1) for name in held.unit.names)
             self._clear(held)
-        self._next = 0
+        self._next, self._begun = 0, False
 
     def _finish_all(self) -> None:
         while self._next < len(self._held):

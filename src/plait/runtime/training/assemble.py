@@ -26,6 +26,7 @@ from ..parallel.clock import Clock
 from ..parallel.data import Buckets
 from ..parallel.gathering import Gathering
 from ..parallel.pipeline import Pipeline
+from ..parallel.recompute import Recompute
 from ..parallel.split_backward import WeightGradients
 from ..parallel.stage import Stage
 from ..parallel.tied import TiedWeights
@@ -61,52 +62,23 @@ def build(
     schedule = lower(replace(computed, pairs=()), reduce=True)
     check(schedule)
 
-    # The modules of each stage here, without memory; then tp replaces forwards, and split backward what linear layers do
-    # for their weights; then each module gets its slices. A weight that two stages of this rank use is one.
+    # The modules of each stage here, without memory; then each module gets its slices, where weights live: where they
+    # are, or with ZeRO in units, of which dp ranks have shares, whole for as long as they are at work.
     tp = world.group("tp")
     shared = tensor.SharedInput(tp)
-    bodies: dict[int, Body] = {}
-    owed: dict[int, WeightGradients] = {}
-    parts: Counter[str] = Counter()
-    for number in (number for number in numbers if number < plan.stages):
-        body = _body(plan, trained, sharding, world, number, dtype)
-        if computed.splits:
-            owed[number] = WeightGradients()
-        later = _replace_forwards(trained, body, sharding, world, tp, shared, number, owed.get(number))
-        parts += _parts(sharding, number, later)
-        bodies[number] = body
-
-    # Where weights and gradients live: gradients in buckets, which are reduced while backward goes on; with ZeRO both in
-    # units, of which dp ranks have shares.
-    groups = {one.first.summed_over: world.group(*one.first.summed_over) for one in held}
-    gathering, shares = None, None
-    if sharding.zero:
-        units = sharding.units(world.rank)
-        if sharding.zero == 3:
-            gathering = Gathering(units, world.group("dp"), dtype, world.device, kept=plan.keeps_gathered)
-        rest = {axes: world.group(*(axis for axis in axes if axis != "dp")) for axes in groups if axes != ("dp",)}
-        shares = Shares(
-            units, world.group("dp"), rest, dtype, accumulate, world.device, parts, added=computed.splits,
-            each=plan.reduces_each_microbatch, whole=gathering.place if gathering else None,
-        )  # fmt: skip
+    bodies, owed, parts = _bodies(plan, trained, sharding, world, shared, dtype, splits=computed.splits)
+    gathering, shares = _shares(plan, sharding, world, dtype, accumulate, parts, splits=computed.splits)
     kept: dict[str, nn.Parameter] = {}
     for body in bodies.values():
-        home = shares.home if shares else None
+        home = None if shares is None else shares.home
         if isinstance(body, StageModel):
             body.materialise(sharding, world.rank, plan.seed, world.device, kept, home)
         else:
             body.materialise(world.device, kept, home)
     parameters = {name: parameter for body in bodies.values() for name, parameter in body.parameters().items()}
-    item = torch.empty((), dtype=accumulate).element_size()
-    if shares:
-        shares.adopt(parameters)
-        sink: Buckets | Shares = shares
-        if gathering:
-            _gather_for(gathering, shares, sharding, world, bodies)
-    else:
-        grouped = buckets(held, plan.mesh, world.rank, plan.bucket_bytes, item)
-        of_stage = [bucket[0].first.stages_at(place)[0] for bucket in grouped]
-        sink = Buckets(grouped, of_stage, parameters, groups, accumulate, parts, added=computed.splits)
+
+    # What backward computes again: around whatever was put into the modules before.
+    recomputing = _recompute(plan, bodies)
 
     # plait owns the loss: it reads the head's cut logits, also where they are sent to a stage that has nothing else.
     start, over = 0, world.alone
@@ -125,6 +97,15 @@ def build(
         for number in numbers
     }  # fmt: skip
 
+    # Where gradients go: to buckets, which are summed over dp while backward goes on, or to their units.
+    sink: Buckets | Shares
+    if shares is None:
+        sink = _buckets(plan, held, world, parameters, accumulate, parts, splits=computed.splits)
+    else:
+        sink = shares
+        shares.adopt(parameters)
+        if gathering is not None:
+            _gather_for(gathering, shares, sharding, world, bodies)
     for gradients in owed.values():
         gradients.adopt(sink.into, sink.ready)
 
@@ -145,7 +126,7 @@ def build(
         bodies=bodies, parameters=parameters, stages=stages, pipeline=pipeline(schedule, clock),
         forward=pipeline(_forwards(plan, 1), Clock(world.device)),
         evaluation=pipeline(_forwards(plan, plan.microbatches), Clock(world.device)), forget=shared,
-        gathering=gathering, steps=steps,
+        gathering=gathering, recomputing=recomputing, steps=steps,
     )  # fmt: skip
 
 
@@ -180,6 +161,69 @@ def _body(plan: Plan, model: Trained, sharding: Sharding, world: World, stage: i
     if isinstance(model, SequentialModel):
         return SequentialStage(model, *stage_blocks(plan, model.facts)[stage], dtype)
     return StageModel(model, sharding, world.rank, stage, dtype, seed=plan.seed, attention=plan.attention)
+
+
+def _bodies(
+    plan: Plan, model: Trained, sharding: Sharding, world: World, shared: tensor.SharedInput, dtype: torch.dtype, *,
+    splits: bool,
+) -> tuple[dict[int, Body], dict[int, WeightGradients], Counter[str]]:  # fmt: skip
+    """The stages of this rank, where tp has replaced forwards, and split backward what linear layers do for their
+    weights; what those owe; and in how many parts each gradient comes. A weight that two stages of this rank use is one.
+    """
+    bodies: dict[int, Body] = {}
+    owed: dict[int, WeightGradients] = {}
+    parts: Counter[str] = Counter()
+    for number in (number for number in sharding.stages_at(world.coordinate["pp"]) if number < plan.stages):
+        body = bodies[number] = _body(plan, model, sharding, world, number, dtype)
+        if splits:
+            owed[number] = WeightGradients()
+        later = _replace_forwards(
+            model, body, sharding, world, world.group("tp"), shared, number, owed.get(number)
+        )  # fmt: skip
+        parts += _parts(sharding, number, later)
+    return bodies, owed, parts
+
+
+def _shares(
+    plan: Plan, sharding: Sharding, world: World, compute: torch.dtype, accumulate: torch.dtype, parts: Counter[str], *,
+    splits: bool,
+) -> tuple[Gathering | None, Shares | None]:  # fmt: skip
+    """ZeRO's homes of weights and gradients."""
+    if not sharding.zero:
+        return None, None
+    units = sharding.units(world.rank)
+    group = world.group("dp" if plan.replicas == 1 else "shard")
+    gathering = None
+    if sharding.zero == 3:
+        gathering = Gathering(units, group, compute, world.device, kept=plan.keeps_gathered)
+    rest = {unit.rest: world.group(*unit.rest) for unit in units if unit.rest}
+    return gathering, Shares(
+        units, group, rest, compute, accumulate, world.device, parts, added=splits,
+        each=plan.reduces_each_microbatch, whole=None if gathering is None else gathering.place,
+    )  # fmt: skip
+
+
+def _recompute(plan: Plan, bodies: Mapping[int, Body]) -> dict[int, Recompute]:
+    """By stage, where the plan recomputes anything."""
+    found = {}
+    for number, body in bodies.items() if plan.recompute != "none" else ():
+        found[number] = Recompute(body)
+        for block, module in body.blocks.items():
+            if plan.recomputes(block):
+                inside = plan.recompute == "attention" and isinstance(body, StageModel)
+                found[number].wrap(body.attention(block) if inside else module)  # type: ignore[union-attr]
+    return found
+
+
+def _buckets(
+    plan: Plan, held: tuple[Parameter, ...], world: World, parameters: Mapping[str, nn.Parameter],
+    accumulate: torch.dtype, parts: Counter[str], *, splits: bool,
+) -> Buckets:  # fmt: skip
+    item = torch.empty((), dtype=accumulate).element_size()
+    grouped = buckets(held, plan.mesh, world.rank, plan.bucket_bytes, item)
+    groups = {one.first.summed_over: world.group(*one.first.summed_over) for one in held}
+    of_stage = [bucket[0].first.stages_at(world.coordinate["pp"])[0] for bucket in grouped]
+    return Buckets(grouped, of_stage, parameters, groups, accumulate, parts, added=splits)
 
 
 def _forwards(plan: Plan, microbatches: int) -> Schedule:

@@ -25,6 +25,7 @@ from ..parallel.clock import Clock
 from ..parallel.data import Buckets
 from ..parallel.gathering import Gathering
 from ..parallel.pipeline import Pipeline
+from ..parallel.recompute import Recompute
 from ..parallel.stage import Stage
 from ..parallel.tensor import SharedInput
 from ..parallel.tied import TiedWeights
@@ -74,7 +75,8 @@ class Run:
         self, *, plan: Plan, world: World, model: Trained, sharding: Sharding, sink: Buckets | Shares,
         optimizer: Optimizer, tied: TiedWeights, clock: Clock, bodies: Mapping[int, Body],
         parameters: Mapping[str, nn.Parameter], stages: Mapping[int, Stage], pipeline: Pipeline, forward: Pipeline,
-        evaluation: Pipeline, forget: SharedInput, gathering: Gathering | None = None, steps: int | None = None,
+        evaluation: Pipeline, forget: SharedInput, gathering: Gathering | None = None,
+        recomputing: Mapping[int, Recompute] | None = None, steps: int | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.world, self.model, self.sharding = plan, world, model, sharding
         self.bodies, self.stages = bodies, stages
@@ -82,6 +84,8 @@ class Run:
         self.parameters = parameters
         """What this rank computes with, by the names of the whole model."""
         self.sink, self.optimizer, self.tied, self.gathering = sink, optimizer, tied, gathering
+        self.recomputing = recomputing or {}
+        """By the number of the stage, where backward computes anything again."""
         self.steps = steps or plan.steps
         self.done = 0
         self.forward_pipeline, self.evaluation_pipeline = forward, evaluation

@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from ...design.records import STEP_SHARES, WORLD
 from ..batch import Batch
 from ..parallel.clock import between
-from .kept import counted
+from .kept import Keeper, counted
 from .step import Given, Run
 
 MEASURED = 10
@@ -47,7 +47,8 @@ class Watch:
             parts = (batch,) if isinstance(batch, Batch) else batch
             held = (*self._run.parameters.values(), *(part.tokens for part in parts))
             owed = [stage.weight_gradients for stage in self._run.stages.values() if stage.weight_gradients is not None]
-            with counted(held, owed) if first else nullcontext() as kept:
+            keepers: list[Keeper] = [*owed, *self._run.recomputing.values()]
+            with counted(held, keepers) if first else nullcontext() as kept:
                 yield batch
             if kept is not None:
                 self.kept = kept.peak
