@@ -69,7 +69,10 @@ def final_loss(changes: dict[str, Any], plant: Callable[[], None] | None = None)
 
 def others(layout: dict[str, Any]) -> dict[str, Any]:
     """What a layout asks for that changes a right run's numbers: right runs that it is compared with need it too."""
-    laid_out = ("dp", "tp", "pp", "microbatches", "schedule", "chunks")
+    laid_out = (
+        "dp", "tp", "pp", "microbatches", "schedule", "chunks", "zero", "replicas", "keep_gathered", "reduce_every",
+        "recompute",
+    )  # fmt: skip
     return {key: value for key, value in layout.items() if key not in laid_out}
 
 

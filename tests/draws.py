@@ -15,7 +15,8 @@ from typing import Any
 
 from plait.check.batches import KINDS
 from plait.design.errors import PlanError
-from plait.design.plan import Plan, validate
+from plait.design.plan import Plan
+from plait.design.rules import validate
 from plait.design.schedule import RUNS, make
 from tests.design.facts import llama
 

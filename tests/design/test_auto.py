@@ -16,7 +16,8 @@ from plait.design.balance import weights
 from plait.design.cost.memory import memory
 from plait.design.errors import PlanError
 from plait.design.per_token import operations
-from plait.design.plan import Plan, validate
+from plait.design.plan import Plan
+from plait.design.rules import validate
 from plait.design.schedule import (
     RUNS,
     Action,

@@ -14,7 +14,8 @@ from plait.design.cost.memory import memory
 from plait.design.errors import PlanError
 from plait.design.facts import ModelFacts
 from plait.design.layout import balanced
-from plait.design.plan import Plan, stage_blocks, validate
+from plait.design.plan import Plan, stage_blocks
+from plait.design.rules import validate
 from plait.design.sharding import shard
 from plait.report.sharding import deal
 from tests.design.facts import llama, parameter

@@ -9,8 +9,9 @@ import pytest
 from plait.design.cost.memory import memory
 from plait.design.cost.traffic import traffic
 from plait.design.errors import PlanError
-from plait.design.plan import Plan, validate
+from plait.design.plan import Plan
 from plait.design.records import Traffic
+from plait.design.rules import validate
 from plait.design.schedule import RUNS, Kind, check, lower, make, method, with_loss_on_first
 from plait.design.simulate import simulate
 from plait.design.table import table

@@ -14,7 +14,8 @@ from plait.design.cost.traffic import traffic
 from plait.design.errors import PlanError, listed
 from plait.design.facts import ModelFacts
 from plait.design.mesh import AXES
-from plait.design.plan import RULES, Plan, Rule, legal_tp, validate
+from plait.design.plan import Plan
+from plait.design.rules import RULES, Rule, legal_tp, validate
 from plait.design.schedule import METHODS, RUNS
 from plait.design.sharding import shard
 from tests.design.facts import llama

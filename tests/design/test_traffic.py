@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from plait.design.cost.traffic import traffic
 from plait.design.facts import ModelFacts
-from plait.design.plan import Plan, validate
+from plait.design.plan import Plan
 from plait.design.records import Traffic, sent_per_axis
+from plait.design.rules import validate
 from plait.design.sharding import shard
 from tests.design.facts import llama
 

@@ -10,7 +10,8 @@ from types import ModuleType
 import pytest
 
 from plait.design.mesh import AXES
-from plait.design.plan import Plan, validate
+from plait.design.plan import Plan
+from plait.design.rules import validate
 from plait.design.schedule import METHODS, Kind
 from plait.design.styles import STYLES
 

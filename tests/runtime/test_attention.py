@@ -14,7 +14,8 @@ from plait.check.places import Verdict
 from plait.check.proof import prove
 from plait.check.wide import wide
 from plait.design.errors import PlanError
-from plait.design.plan import Plan, validate
+from plait.design.plan import Plan
+from plait.design.rules import validate
 from plait.design.sharding import shard
 from plait.runtime.batch import Batch
 from plait.runtime.hf.read import FAMILIES, read

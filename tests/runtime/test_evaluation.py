@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from plait.check.wide import wide
 from plait.design.cost.traffic import traffic
 from plait.design.errors import PlanError
-from plait.design.plan import Plan, validate
+from plait.design.plan import Plan
+from plait.design.rules import validate
 from plait.design.schedule import FORWARD_ONLY, check, lower
 from plait.runtime.batch import IGNORE
 from plait.runtime.comm.nursery import BadNumbersError

@@ -8,7 +8,8 @@ import pytest
 from torch import nn
 
 from plait.design.errors import PlanError
-from plait.design.plan import Plan, validate
+from plait.design.plan import Plan
+from plait.design.rules import validate
 from plait.runtime.comm.world import World
 from plait.runtime.hf.read import read
 from plait.runtime.training.assemble import build

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.design.layout import balanced
-from plait.design.plan import RULES, Plan, stage_blocks
+from plait.design.plan import Plan, stage_blocks
+from plait.design.rules import RULES
 from plait.runtime.batch import Batch
 from plait.runtime.comm.world import World
 from plait.runtime.hf.read import Model, from_config, read

@@ -10,7 +10,8 @@ import torch
 
 from plait.design.cost.traffic import traffic
 from plait.design.errors import PlanError
-from plait.design.plan import Plan, validate
+from plait.design.plan import Plan
+from plait.design.rules import validate
 from plait.design.sharding import shard
 from plait.runtime.comm.world import World
 from plait.runtime.hf.read import read

@@ -56,7 +56,7 @@ def _run(plan: Plan, origin: dict[str, str], *, full: bool, plant: Callable[[], 
 
     from ..check.batches import awkward_batches
     from ..check.proof import prove
-    from ..design.plan import validate
+    from ..design.rules import validate
     from ..design.table import settled
     from ..runtime.comm.nursery import refuse_too_many
     from ..runtime.comm.world import Rendezvous

@@ -12,7 +12,8 @@ from typing import Any
 import typer
 
 from ..design.errors import PlanError
-from ..design.plan import Plan, validate
+from ..design.plan import Plan
+from ..design.rules import validate
 from ..design.table import settled
 from .flags import Values, named, resolve, takes_plan
 from .limits import refuse_check, refuse_memory

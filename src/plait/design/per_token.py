@@ -72,20 +72,27 @@ def kept(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int) -> int:
     return token
 
 
-def replayed(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int) -> int:
+def replayed(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int, *, splits: bool) -> int:
     """The most bytes a token by which a backward of `stage` with recomputation goes beyond what it began with: the inside
-    of a block comes back when what was kept behind it is gone."""
+    of a block comes back when what was kept behind it is gone, or where backward `splits` is put off."""
     if plan.recompute == "none":
         return 0
+    item, t = ELEMENT[plan.compute], plan.tp
     used = [facts.by_name[held.name] for held in sharding.on_stage(stage)]
-    gone = WIDE * facts.vocabulary // plan.tp + 18 if stage == plan.loss_stage else 0
-    most = 0
+    most, since = 0, -(WIDE * facts.vocabulary // t + 18) if stage == plan.loss_stage else 0
     plain = plan.model_copy(update={"recompute": "none", "recompute_every": 1})
     for block, ours in reversed(_blocks(used)):
         held = _of_block(plan, facts, block, ours)
-        if plan.recomputes(block):
-            most = max(most, _of_block(plain, facts, block, ours) - held - gone)
-        gone += held
+        if plan.recompute == "full" and plan.recomputes(block):
+            # In fp32 the norm's input is the block's, which is kept already.
+            inside = _of_block(plain, facts, block, ours) - (held if item == WIDE else 0)
+            most = max(most, since + inside + (facts.hidden * item if splits else 0))
+        elif plan.recomputes(block):
+            first = facts.hidden * (WIDE + 2 * item) + WIDE  # the norm before attention is all that is left by then
+            most = max(most, since + _of_block(plain, facts, block, ours) - held - (held - first))
+        since -= held
+        if splits:
+            since += _deferred(plan, facts, sharding, stage, {fact.name for fact in ours})
     return most
 
 
@@ -116,9 +123,15 @@ def in_attention(fact: ParameterFact) -> bool:
 def deferred(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int) -> int:
     """Bytes that one token keeps on each rank of `stage` between the backward of the input and that of the weights: what
     every linear layer read, once, and the gradients of what each gave."""
+    return _deferred(plan, facts, sharding, stage, {held.name for held in sharding.on_stage(stage)})
+
+
+def _deferred(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int, names: set[str]) -> int:
     token = 0
     read: set[str] = set()
     for held in sharding.on_stage(stage):
+        if held.name not in names:
+            continue
         fact = facts.by_name[held.name]
         used = [module for place, module in held.first.uses if place == stage]
         # An embedding looks up: only blocks and the head multiply.

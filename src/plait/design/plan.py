@@ -1,25 +1,23 @@
 """One run, described: what the user writes (flags or TOML), what the engine runs.
 
-The fields are the flags, the keys of a configuration file and the words of the documentation; `RULES` are the sentences
-that say which combinations cannot be. Each rule is one function that returns None or the sentence, with the numbers and
-a way out, and all of them are asked before any rank starts.
+The fields are the flags, the keys of a configuration file and the words of the documentation. Which combinations cannot
+be is said in rules.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from . import balance as dealing
-from .errors import PlanError, divisors, listed, nearest
+from .errors import PlanError, listed, nearest
 from .facts import ModelFacts
 from .layout import balanced
 from .mesh import AXES, Mesh
-from .schedule import RUNS, make, method, placement_with_loss, suitable
-from .styles import style
+from .schedule import RUNS, make, method, placement_with_loss
 
 
 class Plan(BaseModel):
@@ -211,191 +209,6 @@ class Plan(BaseModel):
         if "source" in values:  # a key of no plan, and the name of a parameter here
             raise PlanError(f"{source} has an unknown key 'source'.")
         return cls(source=source, **values)
-
-
-Rule = Callable[[Plan, ModelFacts], str | None]
-
-
-def degrees_make_the_ranks(plan: Plan, facts: ModelFacts) -> str | None:
-    if plan.ranks in (0, plan.world):
-        return None
-    rest = plan.tp * plan.pp
-    if plan.ranks % rest == 0:
-        way = f"set dp {plan.ranks // rest}, or start {plan.world} ranks"
-    else:
-        legal = listed(divisors(plan.ranks))
-        way = f"start {plan.world} ranks, or choose degrees whose product is {plan.ranks} (each one of {legal})"
-    product = f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp} = {plan.world}"
-    return f"{product} ranks are described, but {plan.ranks} are asked for: {way}."
-
-
-def batch_divides(plan: Plan, facts: ModelFacts) -> str | None:
-    """A data parallel rank has as many rows as every other, and each of its microbatches at least one."""
-    least = plan.dp * plan.microbatches
-    if plan.batch < least:
-        product = f"dp {plan.dp} x microbatches {plan.microbatches} = {least}"
-        fewer, rest = divmod(plan.batch, plan.dp)
-        way = f", or microbatches {fewer} or less" if fewer and not rest else ""
-        return f"batch {plan.batch} < {product}: set batch {least}{way}."
-    if plan.batch % plan.dp:
-        above = -(-plan.batch // plan.dp) * plan.dp
-        return f"batch {plan.batch} does not divide into dp {plan.dp} equal parts: set batch {above}."
-    return None
-
-
-def schedule_is_known(plan: Plan, facts: ModelFacts) -> str | None:
-    try:
-        if why := method(plan.schedule).no_run:
-            return f"The schedule {plan.schedule} is for plait schedule only. It {why}."
-        suitable(plan.schedule, plan.pp, plan.microbatches, plan.chunks)
-    except PlanError as error:
-        return str(error)
-    return None
-
-
-def limit_is_for_a_search(plan: Plan, facts: ModelFacts) -> str | None:
-    if plan.schedule_limit == 1 or method(plan.schedule).searched:
-        return None
-    return (
-        f"schedule_limit {plan.schedule_limit:g} is the limit of a search, but {plan.schedule} is not searched for: "
-        "set schedule auto, or schedule_limit 1."
-    )
-
-
-def blocks_fill_stages(plan: Plan, facts: ModelFacts) -> str | None:
-    if plan.stages <= facts.blocks:
-        return None
-    have, each = facts.blocks, plan.stages_per_rank
-    if each > 1:
-        fewer = (
-            f"set pp {have // each} or less"
-            if have >= each
-            else f"set schedule 1f1b, chunks 0, pp {min(plan.pp, have)}"
-        )
-        return (
-            f"pp {plan.pp} x {each} stages a rank = {plan.stages} stages need a block each, but the model has {have} "
-            f"blocks: {fewer}."
-        )
-    return f"pp {plan.pp} stages need a block each, but the model has {have} blocks: set pp {have} or less."
-
-
-def blocks_are_dealt(plan: Plan, facts: ModelFacts) -> str | None:
-    return dealing.refusal(plan.balance, plan.stages, facts.blocks)
-
-
-def tensors_divide(plan: Plan, facts: ModelFacts) -> str | None:
-    """tp cuts attention by whole groups (one KV head and its query heads), MLPs by columns, the vocabulary by rows."""
-    if plan.tp == 1:
-        return None
-    if all(parameter.style is None for parameter in facts.parameters):
-        return (
-            f"tp {plan.tp} cuts by a model's tensor plan, and a {facts.family} model has none: set tp 1, and pp or dp."
-        )
-    for parameter in facts.parameters:
-        if parameter.style is not None:
-            style(parameter.style, parameter.module)  # refuses what is not carried out, by name
-        if parameter.cut is None:
-            continue
-        for piece in parameter.pieces:
-            units = piece.length // piece.quantum
-            if units % plan.tp:
-                what = {facts.vocabulary: "vocabulary rows"}.get(units, "columns")
-                if piece.quantum > 1:
-                    what = f"KV heads ({facts.heads} heads in groups of {facts.heads // facts.kv_heads})"
-                return (
-                    f"tp {plan.tp} does not divide the {units} {what} of {parameter.name}: this model takes tp "
-                    f"{listed(legal_tp(facts))}."
-                )
-    return None
-
-
-def sequence_fits(plan: Plan, facts: ModelFacts) -> str | None:
-    if plan.seq <= facts.positions:
-        return None
-    have = facts.positions
-    return f"seq {plan.seq} is longer than the {have} positions of this model: set seq {have} or less."
-
-
-def shares_are_of_several(plan: Plan, facts: ModelFacts) -> str | None:
-    if plan.zero and plan.dp == 1:
-        return f"zero {plan.zero} shares out what dp ranks hold copies of, and dp is 1: set dp 2 or more, or zero 0."
-    if plan.replicas > 1:
-        if not plan.zero:
-            return (
-                f"replicas {plan.replicas} is for zero 1 and above; without zero every dp rank is one: set replicas 1."
-            )
-        legal = [degree for degree in divisors(plan.dp) if degree < plan.dp]
-        if plan.replicas not in legal:
-            return (
-                f"replicas {plan.replicas} does not leave 2 or more of dp {plan.dp} ranks to share: set replicas "
-                f"{listed(legal)}."
-            )
-    for field, least, given in (("keep_gathered", 3, plan.keep_gathered), ("reduce_every", 2, plan.reduce_every)):
-        if given != "auto" and plan.zero < least:
-            return f"{field} {given} is for zero {least} and above, but zero is {plan.zero}: leave it auto."
-    if plan.reduce_every == "microbatch" and (plan.stages_per_rank > 1 or plan.splits):
-        return (
-            f"reduce_every microbatch needs whole backwards of one stage a rank, but {plan.schedule} has "
-            f"{plan.stages_per_rank} stages a rank{', each backward in two' * plan.splits}: set reduce_every step, or "
-            "schedule 1f1b."
-        )
-    return None
-
-
-def recomputation_has_something(plan: Plan, facts: ModelFacts) -> str | None:
-    if plan.recompute == "none" and plan.recompute_every > 1:
-        return f"recompute_every {plan.recompute_every} chooses blocks, but recompute is none: set recompute full."
-    if plan.recompute == "attention" and not facts.heads:
-        return "recompute attention is for transformers, and a plain list's children are not known: set recompute full."
-    return None
-
-
-def warm_up_ends(plan: Plan, facts: ModelFacts) -> str | None:
-    if plan.epochs or plan.warmup <= plan.steps:
-        return None
-    return f"warmup {plan.warmup} is longer than the run of steps {plan.steps}: set warmup {plan.steps} or less."
-
-
-def own_attention_drops_nothing(plan: Plan, facts: ModelFacts) -> str | None:
-    if plan.attention == "plait" or not facts.attention_dropout:
-        return None
-    return (
-        f"attention own draws its dropout (attention_dropout {facts.attention_dropout}) in an order that depends on the "
-        "layout: set attention plait, or attention_dropout 0 in the model's config."
-    )
-
-
-def evaluation_is_asked_for(plan: Plan, facts: ModelFacts) -> str | None:
-    if plan.eval_every or not plan.eval_data:
-        return None
-    return f"eval_data {plan.eval_data} is named, but eval_every 0 never reads it: set eval_every 50, say."
-
-
-RULES: tuple[Rule, ...] = (
-    degrees_make_the_ranks, schedule_is_known, limit_is_for_a_search, batch_divides, blocks_fill_stages,
-    blocks_are_dealt, tensors_divide, shares_are_of_several, recomputation_has_something, sequence_fits, warm_up_ends,
-    own_attention_drops_nothing, evaluation_is_asked_for,
-)  # fmt: skip
-
-
-def legal_tp(facts: ModelFacts) -> list[int]:
-    """Every tp degree up to 64 that divides whatever the model's tensor plan cuts."""
-    units = [facts.kv_heads]
-    units += [
-        piece.length // piece.quantum
-        for parameter in facts.parameters
-        if parameter.cut is not None
-        for piece in parameter.pieces
-    ]
-    return [t for t in range(1, 65) if all(unit % t == 0 for unit in units)]
-
-
-def validate(plan: Plan, facts: ModelFacts) -> None:
-    """Raises a `PlanError` with the first rule's sentence that does not hold."""
-    for rule in RULES:
-        sentence = rule(plan, facts)
-        if sentence:
-            raise PlanError(sentence)
 
 
 def stage_blocks(plan: Plan, facts: ModelFacts) -> list[tuple[int, int]]:

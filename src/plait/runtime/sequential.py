@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from ..design.errors import PlanError
 from ..design.facts import ModelFacts, ParameterFact, Piece
-from ..design.plan import Plan, stage_blocks, validate
+from ..design.plan import Plan, stage_blocks
+from ..design.rules import validate
 from ..design.table import refuse_search
 from .batch import Batch
 

@@ -161,8 +161,9 @@ def handed_over_once() -> None:
 )  # fmt: skip
 def tied_weight_copied() -> None:
     @instead(StageModel, "materialise")
-    def wrong(right: Any, self: StageModel, sharding: Any, rank: int, seed: int, device: Any, kept: Any) -> None:
-        right(self, sharding, rank, seed, device, {})
+    def wrong(right: Any, self: StageModel, sharding: Any, rank: int, seed: int, device: Any, *rest: Any) -> None:
+        _, *more = rest
+        right(self, sharding, rank, seed, device, {}, *more)
 
 
 FAULTS = (

@@ -11,11 +11,12 @@ from ...runtime.hf.stage_model import StageModel
 from .fault import instead, planted
 
 AGAIN = {"recompute": "full", "microbatches": 2}
+LATER = AGAIN | {"pp": 2, "schedule": "gpipe"}
 
 
 @planted(
     "A block that is computed again draws its dropout anew.",
-    kind="module", at="microbatch 0: the output of transformer.h.0.attn.c_proj", says="",
+    kind="module", at="microbatch 0: the output of transformer.h.0.attn.c_proj", says="none of the usual",
     layout={"model": "gpt2-tiny", **AGAIN}, stands_for=("P027",),
 )  # fmt: skip
 def dropout_drawn_anew() -> None:
@@ -30,7 +31,8 @@ def dropout_drawn_anew() -> None:
 
 @planted(
     "A block that is computed again sees the documents of the microbatch that came last.",
-    kind="module", at="microbatch 0: the output of model.layers.0.self_attn.o_proj", says="", layout=AGAIN,
+    kind="module", at="microbatch 0: the output of model.layers.0.self_attn.o_proj",
+    says="attention looks across documents", layout=LATER,
 )  # fmt: skip
 def documents_of_the_last_microbatch() -> None:
     @instead(StageModel, "again")

@@ -56,15 +56,17 @@ def _bill(plan: Plan, facts: ModelFacts, sharding: Sharding, schedule: Schedule,
     stages = sharding.stages_at(place) if facts.heads else ()
     forward = {stage: kept(plan, facts, sharding, stage) for stage in stages}
     later = {stage: deferred(plan, facts, sharding, stage) for stage in stages}
-    again = {stage: replayed(plan, facts, sharding, stage) for stage in stages}
+    again = {stage: replayed(plan, facts, sharding, stage, splits=schedule.splits) for stage in stages}
     tokens = [rows * plan.seq for rows in plan.microbatch_rows]
     # The loss of a microbatch is multiplied by one fp32 number.
     # What the modules of a plain list keep is not known on paper.
     activations = 0 if not stages else peak(
         schedule, place, forward=lambda stage, m: forward[stage] * tokens[m] + WIDE * (stage == plan.loss_stage),
         deferred=lambda stage, m: later[stage] * tokens[m],
-        arriving=lambda stage, m: tokens[m] * max(
-            arriving(plan, facts, stage) if schedule.splits else 0, again[stage]
+        # By the time that a block is computed again the loss's number is gone.
+        arriving=lambda stage, m: max(
+            arriving(plan, facts, stage) * tokens[m] if schedule.splits else 0,
+            again[stage] * tokens[m] - WIDE * (stage == plan.loss_stage),
         ),
     )  # fmt: skip
     weights, gradients, units = used * item, used * GRADIENT_ELEMENT, 0

@@ -80,7 +80,9 @@ class Recompute:
             if self._replays or batch is None or not torch.is_grad_enabled() or not hidden.requires_grad:
                 return forward(*args, **named)
             mark = self._body.mark()
-            notes = [self.note(value) for value in _tensors((*args[1:], *named.values())) if value is not hidden]
+            # Cosines, sines, masks that were made for it; positions are the batch's own.
+            besides = [value for value in _tensors((*args[1:], *named.values())) if value is not hidden]
+            notes = [self.note(value) for value in besides if value.is_floating_point()]
             others: list[Any] = []
 
             def call(run: Callable[..., Any], hidden: Tensor) -> Any:

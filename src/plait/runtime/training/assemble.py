@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ...design.errors import PlanError
-from ...design.plan import Plan, stage_blocks, validate, width_after
+from ...design.plan import Plan, stage_blocks, width_after
+from ...design.rules import validate
 from ...design.schedule import FORWARD_ONLY, Schedule, check, lower
 from ...design.sharding import Parameter, Sharding, buckets, shard
 from ...design.styles import style

@@ -18,7 +18,7 @@ ROW = 1024
 
 
 def squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares of some flat gradients, a scalar on the device: a row of ROW at a time in their own type, the rows
+    """Sum of squares of some gradients, a scalar on the device: a row of ROW at a time in their own type, the rows
     in fp64. torch's norm of a whole tensor adds up few numbers of its type on a CPU, and is 4e-4 off for 12 M elements of
     fp32."""
     rows = [torch.linalg.vector_norm(part, dim=-1).flatten() for gradient in gradients for part in _rows(gradient)]
@@ -27,7 +27,8 @@ def squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
     return torch.cat(rows).double().square().sum()
 
 
-def _rows(flat: Tensor) -> Iterator[Tensor]:
+def _rows(gradient: Tensor) -> Iterator[Tensor]:
+    flat = gradient.flatten()
     whole = flat.numel() // ROW * ROW
     if whole:
         yield flat[:whole].view(-1, ROW)
