@@ -118,10 +118,11 @@ def _shares(random: Random, plan: dict[str, Any], sizes: dict[str, Any]) -> dict
         for values in (dict(zip(names, way, strict=True)) for way in ways)
         if plan["dp"] % values["replicas"] == 0 and _accepted(plan | values, sizes)
     ]
-    if not legal or random.random() < 0.2:
+    if not legal or random.random() < 0.3:
         return {}
-    zero = random.choice([values["zero"] for values in legal])
-    return random.choice([values for values in legal if values["zero"] == zero])
+    zero = random.choice((1, 2, 3))
+    several = any(values["replicas"] > 1 for values in legal)  # few degrees have any
+    return random.choice([v for v in legal if v["zero"] == zero and (v["replicas"] > 1) == several])
 
 
 def _degrees(random: Random) -> dict[str, int]:

@@ -113,7 +113,7 @@ SHARES: dict[str, tuple[int, Callable[[Draw], Any]]] = {
     "ZeRO": (30, lambda d: d.plan.get("zero")),
     "ZeRO over tp and pp": (8, lambda d: d.plan.get("zero") and len(axes(d)) == 3),
     "ZeRO with backwards in two halves": (5, lambda d: d.plan.get("zero") and halves(d)),
-    "ZeRO in replicas": (3, lambda d: d.plan.get("replicas", 1) > 1),
+    "ZeRO in replicas": (2, lambda d: d.plan.get("replicas", 1) > 1),
     "ZeRO-3 that gathers each time in a pipeline": (
         2,
         lambda d: d.plan.get("zero") == 3 and d.degree("pp") > 1 and not Plan(**d.plan).keeps_gathered,

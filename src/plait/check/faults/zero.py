@@ -60,7 +60,7 @@ def unit_leaves_early() -> None:
 
 @planted(
     "Shares that were updated are not gathered: a rank trains on with its own share new and the others' old.",
-    kind="optimizer", at="the published weight of model.embed_tokens.weight", says="stale", layout=ONE,
+    kind="optimizer", at="the published weight of model.embed_tokens.weight", says="have not been gathered", layout=ONE,
 )  # fmt: skip
 def shares_not_gathered() -> None:
     @instead(Shares, "publish")
