@@ -25,8 +25,19 @@ ITEM = 4
 def work(plan: Plan) -> str:
     """'pp 2 x dp 2 x tp 2, 1f1b, 3 microbatches of 3 or 2 x 128 tokens'."""
     rows = listed(dict.fromkeys(plan.microbatch_rows))
-    microbatches = counted(plan.microbatches, "microbatch")
-    return f"{plan.mesh}, {plan.schedule}, {microbatches} of {rows} x {plan.seq} tokens"
+    return f"{layout(plan)} of {rows} x {plan.seq} tokens"
+
+
+def layout(plan: Plan) -> str:
+    """'pp 2 x dp 2 x tp 2, ZeRO-3, 1f1b, recompute full, 3 microbatches'."""
+    words = [str(plan.mesh)]
+    if plan.zero:
+        words.append(f"ZeRO-{plan.zero}" + (f" in {plan.replicas} replicas" if plan.replicas > 1 else ""))
+    words.append(plan.schedule)
+    if plan.recompute != "none":
+        every = f" every {plan.recompute_every} blocks" if plan.recompute_every > 1 else ""
+        words.append(f"recompute {plan.recompute}{every}")
+    return ", ".join([*words, counted(plan.microbatches, "microbatch")])
 
 
 def deal(plan: Plan, facts: ModelFacts) -> str:
