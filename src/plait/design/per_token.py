@@ -44,7 +44,8 @@ WIDE = 4
 def operations(plan: Plan, facts: ModelFacts, stage: int) -> tuple[int, int, int]:
     """(forward, backward of the input, backward of the weights) of one token on `stage`."""
     start, stop = stage_blocks(plan, facts)[stage]
-    products = 2 * sum(balance.products(facts)[start:stop])
+    each_block = balance.products(facts)
+    products = 2 * sum(each_block[start:stop])
     each = 2 * balance.attention_width(facts) * (plan.seq + 1)
     attention = each * (stop - start)
     # Backward of the input runs a recomputed forward again; the head is not in it.
@@ -57,7 +58,7 @@ def operations(plan: Plan, facts: ModelFacts, stage: int) -> tuple[int, int, int
             if plan.recompute == "attention":
                 again += 2 * sum(fact.elements for fact in inside if len(fact.shape) == 2)
             else:
-                again += 2 * balance.products(facts)[block] - (head if block == facts.blocks - 1 else 0)
+                again += 2 * each_block[block] - (head if block == facts.blocks - 1 else 0)
     return products + attention, products + 2 * attention + again, products
 
 

@@ -9,7 +9,7 @@ import torch
 from ...runtime.hf.initial import draw
 from ...runtime.hf.read import build_on_meta
 from ..evidence import CLOSE, Evidence, ranks_in_words
-from ..places import PARTS, beside
+from ..places import PARTS, slices_of
 from ..reference import computing
 
 
@@ -94,8 +94,7 @@ def _wrong_share(e: Evidence, rank: int) -> str | None:
     """The right numbers of another stretch of the rank's slice."""
     start, stop = e.stretch(rank) or (0, 0)
     held = e.held[rank]
-    slices = [e.whole[tuple(slice(*side) for side in box)] for box in e.boxes(rank)]
-    flat = beside(slices, e.sharding.parameter(e.place.name)).flatten()
+    flat = slices_of(e.whole, (e.boxes(rank), None), e.sharding.parameter(e.place.name)).flatten()
     bound = max(e.departure.bound, 1e-9 * e.departure.scale)
     for place in torch.nonzero((flat - held[0]).abs() <= bound).flatten().tolist() if held.numel() else ():
         there = flat[place : place + held.numel()]

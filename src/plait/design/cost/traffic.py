@@ -24,6 +24,7 @@ from ..facts import ModelFacts
 from ..per_token import ELEMENT, in_attention
 from ..plan import Plan, width_after
 from ..records import WORLD, Traffic
+from ..schedule import Schedule
 from ..sharding import Sharding, buckets, needed, shard
 from ..styles import style
 from ..table import table
@@ -37,11 +38,12 @@ def traffic(plan: Plan, facts: ModelFacts, *, wide: bool = False) -> list[Traffi
     compute = 8 if wide else ELEMENT[plan.compute]
     accumulate = 8 if wide else GRADIENT_ELEMENT
     sharding = shard(facts, plan)
+    schedule = table(plan, facts) if sharding.zero == 3 else None
     rows: list[Traffic] = []
     for rank in range(plan.world):
         rows += _tensor(plan, facts, sharding, rank, compute, accumulate)
         rows += _pipeline(plan, facts, rank, compute)
-        rows += _data(plan, facts, sharding, rank, compute, accumulate)
+        rows += _data(plan, sharding, schedule, rank, compute, accumulate)
         if plan.world > 1:
             rows.append(Traffic(rank, WORLD, "target tokens", "all_reduce", plan.world, 1, 8))
             rows.append(Traffic(rank, WORLD, "loss and gradient norm", "all_reduce", plan.world, 1, 16))
@@ -99,7 +101,7 @@ def _pipeline(plan: Plan, facts: ModelFacts, rank: int, compute: int) -> Iterato
 
 def _recomputed(plan: Plan, facts: ModelFacts, module: str) -> bool:
     """Whether a module goes forward again in backward."""
-    return any(
+    return plan.recompute != "none" and any(
         fact.module == module and plan.recomputes(fact.block) and (plan.recompute == "full" or in_attention(fact))
         for fact in facts.parameters
     )
@@ -116,12 +118,14 @@ def _modules(facts: ModelFacts, sharding: Sharding, stage: int) -> Iterator[tupl
                 yield module, fact.reads if module == fact.module else module
 
 
-def _data(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, compute: int, item: int) -> Iterator[Traffic]:
+def _data(
+    plan: Plan, sharding: Sharding, schedule: Schedule | None, rank: int, compute: int, item: int
+) -> Iterator[Traffic]:  # fmt: skip
     """Gradients summed over whatever cuts the work; then, of a tied weight, over the stages that use it."""
     mesh, place = plan.mesh, plan.mesh.coordinate(rank)
     parameters = sharding.at(place["pp"])
     if sharding.zero:
-        yield from _shares(plan, facts, sharding, rank, compute, item)
+        yield from _shares(plan, sharding, schedule, rank, compute, item)
     calls: dict[tuple[str, ...], list[int]] = {}
     for bucket in buckets(parameters, mesh, rank, plan.bucket_bytes, item) if not sharding.zero else ():
         calls.setdefault(bucket[0].first.summed_over, []).append(sum(p.elements(mesh, rank) for p in bucket) * item)
@@ -144,10 +148,10 @@ def _data(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, compute:
 
 
 def _shares(
-    plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, compute: int, item: int
+    plan: Plan, sharding: Sharding, schedule: Schedule | None, rank: int, compute: int, item: int
 ) -> Iterator[Traffic]:  # fmt: skip
     """What ZeRO moves: the sums of gradients, each rank's share to it; the updated shares to everyone, or with ZeRO-3
-    those of every unit that a forward or backward needs and has not got."""
+    those of every unit that a forward or backward of `schedule` needs and has not got."""
     units = sharding.units(rank)
     axis, shares = ("dp" if plan.replicas == 1 else "shard"), plan.mesh.degree("shard")
     each = plan.microbatches if plan.reduces_each_microbatch else 1
@@ -158,8 +162,8 @@ def _shares(
         ranks = plan.mesh.degree(*rest)
         yield Traffic(rank, ".".join(rest), "gradients", "all_reduce", ranks, len(summed), item * sum(summed))
     moved = list(units)
-    if plan.zero == 3:
-        row = table(plan, facts).rows[plan.mesh.coordinate(rank)["pp"]]
+    if schedule is not None:
+        row = schedule.rows[plan.mesh.coordinate(rank)["pp"]]
         moved = gathers(needed(sharding, rank, row), kept=plan.keeps_gathered)
     gathered = compute * sum(unit.padded for unit in moved)
     yield Traffic(rank, axis, "weights", "all_gather", shares, len(moved), gathered)
