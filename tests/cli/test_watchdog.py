@@ -17,14 +17,14 @@ from tests.cli.test_failures import SAID_S, planted, started
 
 OTHERWISE = """
 import plait.runtime.comm.differentiable as place
-called = place.all_reduce
+called = place.all_reduced
 count = [0]
 def otherwise(x, group, *, why, **how):
     count[0] += 1
     if group.index == 1 and count[0] == {call}:
         {action}
     return called(x, group, why=why, **how)
-place.all_reduce = otherwise
+place.all_reduced = otherwise
 """
 """In its n-th sum inside a layer the second rank of each tp group does something else."""
 PLACE = r"at [\w/<>.]+:\d+"
@@ -71,7 +71,12 @@ def test_a_rank_that_never_comes(plait: Driver, small: Sequence[object], tmp_pat
 @pytest.mark.parametrize(
     ("call", "action", "mine", "theirs"),
     [
-        (3, "return None", "all_reduce float32 [4, 32, 64] over tp (row-parallel output)", "over tp (loss: maximum)"),
+        (
+            3,
+            "return x.clone()",
+            "all_reduce float32 [4, 32, 64] over tp (row-parallel output)",
+            "over tp (loss: maximum)",
+        ),
         (5, "x = x.double()", "all_reduce float32 [4, 32, 64]", "all_reduce float64 [4, 32, 64]"),
         (5, "x = x[:, :5].contiguous()", "all_reduce float32 [4, 32, 64]", "all_reduce float32 [4, 5, 64]"),
     ],

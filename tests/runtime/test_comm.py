@@ -12,6 +12,7 @@ from plait.design.errors import PlanError
 from plait.design.mesh import Mesh
 from plait.design.styles import STYLES
 from plait.runtime.comm import differentiable
+from plait.runtime.comm.collectives import barrier
 from plait.runtime.comm.nursery import BadNumbersError, RankError, launch
 from plait.runtime.comm.world import Rendezvous, World
 from plait.runtime.parallel import tensor
@@ -129,7 +130,7 @@ def how_it_ends(kind: str) -> Any:
     """What the launch of 4 ranks raises when rank 2 goes wrong: type, code, message."""
 
     def main(meeting: Rendezvous) -> Any:
-        with World(meeting, TP4):
+        with World(meeting, TP4) as world:
             if meeting.rank == 2:
                 if kind == "memory":
                     raise MemoryError("no more")
@@ -141,9 +142,7 @@ def how_it_ends(kind: str) -> Any:
                     os.kill(os.getpid(), 9)
                 if kind == "exit":
                     os._exit(5)
-            import torch.distributed as dist
-
-            dist.barrier()
+            barrier(world)
         return 0
 
     try:

@@ -25,18 +25,18 @@ from tests.docs.conftest import load
 from tests.nursery import Nursery
 
 COVERING: list[dict[str, Any]] = [
-    {"dp": 1, "tp": 4, "pp": 2, "schedule": "1f1b", "microbatches": 2, "compute": "fp32"},
-    {"dp": 2, "tp": 1, "pp": 1, "schedule": "gpipe", "microbatches": 1, "compute": "bf16"},
-    {"dp": 1, "tp": 2, "pp": 4, "schedule": "naive", "microbatches": 1, "compute": "bf16"},
-    {"dp": 2, "tp": 2, "pp": 2, "schedule": "gpipe", "microbatches": 4, "compute": "fp32"},
-    {"dp": 2, "tp": 1, "pp": 4, "schedule": "1f1b", "microbatches": 4, "compute": "bf16"},
-    {"dp": 2, "tp": 4, "pp": 1, "schedule": "naive", "microbatches": 1, "compute": "fp32"},
-    {"dp": 2, "tp": 2, "pp": 1, "schedule": "1f1b", "microbatches": 2, "compute": "bf16"},
-    {"dp": 1, "tp": 4, "pp": 1, "schedule": "gpipe", "microbatches": 4, "compute": "bf16"},
-    {"dp": 1, "tp": 1, "pp": 2, "schedule": "naive", "microbatches": 1, "compute": "fp32"},
-    {"dp": 1, "tp": 1, "pp": 4, "schedule": "gpipe", "microbatches": 2, "compute": "fp32"},
-    {"dp": 2, "tp": 2, "pp": 2, "schedule": "1f1b", "microbatches": 1, "compute": "bf16"},
-    {"dp": 2, "tp": 2, "pp": 2, "schedule": "1f1b", "microbatches": 4, "compute": "fp32"},
+    {"dp": 1, "tp": 4, "pp": 2, "schedule": "1f1b", "microbatches": 2, "compute": "fp32", "local_transport": "shared"},
+    {"dp": 2, "tp": 1, "pp": 1, "schedule": "gpipe", "microbatches": 1, "compute": "bf16", "local_transport": "shared"},
+    {"dp": 1, "tp": 2, "pp": 4, "schedule": "naive", "microbatches": 1, "compute": "bf16", "local_transport": "shared"},
+    {"dp": 2, "tp": 2, "pp": 2, "schedule": "gpipe", "microbatches": 4, "compute": "fp32", "local_transport": "shared"},
+    {"dp": 2, "tp": 1, "pp": 4, "schedule": "1f1b", "microbatches": 4, "compute": "bf16", "local_transport": "shared"},
+    {"dp": 2, "tp": 4, "pp": 1, "schedule": "naive", "microbatches": 1, "compute": "fp32", "local_transport": "shared"},
+    {"dp": 2, "tp": 2, "pp": 1, "schedule": "1f1b", "microbatches": 2, "compute": "bf16", "local_transport": "torch"},
+    {"dp": 1, "tp": 4, "pp": 1, "schedule": "gpipe", "microbatches": 4, "compute": "bf16", "local_transport": "torch"},
+    {"dp": 1, "tp": 1, "pp": 2, "schedule": "naive", "microbatches": 1, "compute": "fp32", "local_transport": "torch"},
+    {"dp": 1, "tp": 1, "pp": 4, "schedule": "gpipe", "microbatches": 2, "compute": "fp32", "local_transport": "torch"},
+    {"dp": 2, "tp": 2, "pp": 2, "schedule": "1f1b", "microbatches": 1, "compute": "bf16", "local_transport": "torch"},
+    {"dp": 2, "tp": 2, "pp": 2, "schedule": "1f1b", "microbatches": 4, "compute": "fp32", "local_transport": "torch"},
 ]  # fmt: skip
 LATER: list[dict[str, Any]] = [
     {"dp": 2, "tp": 2, "pp": 2, "schedule": "interleaved", "microbatches": 4, "compute": "bf16"},
@@ -47,7 +47,7 @@ LATER: list[dict[str, Any]] = [
 LAYOUTS = COVERING + LATER
 VALUES: dict[str, tuple[Any, ...]] = {
     "dp": (1, 2), "tp": (1, 2, 4), "pp": (1, 2, 4), "schedule": ("naive", "gpipe", "1f1b"), "microbatches": (1, 2, 4),
-    "compute": ("fp32", "bf16"),
+    "compute": ("fp32", "bf16"), "local_transport": ("shared", "torch"),
 }  # fmt: skip
 PRESETS = [name for name in presets() if name.endswith("-tiny")]
 STEPS = 2

@@ -73,7 +73,9 @@ def test_the_ledger_equals_the_prediction(nursery: Nursery, layout: dict[str, An
 
 def witnessed(axis: str, rounds: int) -> list[float]:
     """Bytes through a private loopback and bytes in the ledgers, for messages of 1 MB and more on one axis."""
-    plan = Plan(model="llama-10m", ranks=0, batch=8, seq=256, microbatches=1, bucket_mb=8, **{axis: 2})
+    plan = Plan(
+        model="llama-10m", ranks=0, batch=8, seq=256, microbatches=1, bucket_mb=8, local_transport="torch", **{axis: 2}
+    )
 
     def main(world: World) -> Any:
         from plait.runtime.comm.collectives import barrier

@@ -28,6 +28,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "zero": (1, 2, 3), "replicas": (1, 2), "dp": (2, 3, 4), "microbatches": (1, 3), "tp": (1, 2), "pp": (1, 2),
     "schedule": ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"), "keep_gathered": ("auto", "yes", "no"),
     "reduce_every": ("auto", "step", "microbatch"), "recompute": ("none", "full", "attention"),
+    "local_transport": ("shared", "torch"),
 }  # fmt: skip
 
 

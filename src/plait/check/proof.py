@@ -58,7 +58,12 @@ def prove(
         return [
             Verdict.from_json(values)
             for values in launch(
-                rank, plan.world, helpers=(single,), hang_timeout=plan.hang_timeout, comm_check=plan.comm_check
+                rank,
+                plan.world,
+                helpers=(single,),
+                hang_timeout=plan.hang_timeout,
+                comm_check=plan.comm_check,
+                local_transport=plan.local_transport,
             )[0]
         ]
 

@@ -85,6 +85,7 @@ def train(
         verdicts = launch(
             lambda meeting: _rank(meeting, plan, model, folder, proof, sample, prompt, track), plan.world,
             helpers=helpers, hang_timeout=plan.hang_timeout, comm_check=plan.comm_check,
+            local_transport=plan.local_transport,
         )  # fmt: skip
     return 0 if all(verdicts) else 1
 

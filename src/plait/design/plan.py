@@ -19,6 +19,8 @@ from .layout import balanced
 from .mesh import AXES, Mesh
 from .schedule import RUNS, make, method, placement_with_loss
 
+LocalTransport = Literal["auto", "shared", "torch"]
+
 
 class Plan(BaseModel):
     """A run. Rows are sequences of `seq` tokens; `batch` counts the rows of one step over all ranks."""
@@ -113,6 +115,11 @@ class Plan(BaseModel):
     seed: int = Field(7, ge=0, description="Seed of the weights and of the data's order.")
     hang_timeout: float = Field(600.0, gt=0, le=1e6, description="Seconds for which a rank may wait for others.")
     comm_check: bool = Field(False, description="Compare every call with the other ranks' before it is made.")
+    local_transport: LocalTransport = Field(
+        "auto",
+        description="What carries bytes between CPU ranks of one host: memory that they share, or torch.distributed "
+        "(Gloo); auto: shared memory where it can be.",
+    )
 
     @field_validator("model", "data")
     @classmethod

@@ -110,7 +110,7 @@ def norm_of_one_share() -> None:
 def no_sum_over_replicas() -> None:
     @instead(Shares, "_close")
     def wrong(right: Any, self: Shares) -> None:
-        rest, self._rest = self._rest, {axes: replace(group, handle=None) for axes, group in self._rest.items()}
+        rest, self._rest = self._rest, {axes: replace(group, transport=None) for axes, group in self._rest.items()}
         right(self)
         self._rest = rest
 

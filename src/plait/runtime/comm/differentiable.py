@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .collectives import all_gather, all_reduce
+from .collectives import all_gather, all_reduced
 from .world import Group
 
 
@@ -27,18 +27,13 @@ class _Copy(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        # A copy: autograd may hand the same tensor to someone else.
-        summed = grads[0].clone(memory_format=torch.contiguous_format)
-        all_reduce(summed, ctx.group, why=ctx.why)
-        return summed, None, None
+        return all_reduced(grads[0], ctx.group, why=ctx.why), None, None
 
 
 class _Sum(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, why: str) -> Tensor:
-        summed = x.clone(memory_format=torch.contiguous_format)
-        all_reduce(summed, group, why=why)
-        return summed
+        return all_reduced(x, group, why=why)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -58,15 +53,15 @@ class _Gather(Function):
 
 def copy(x: Tensor, group: Group, *, why: str) -> Tensor:
     """Whole on every rank, used by each for its slice: the gradients of the slices are summed."""
-    return x if group.handle is None else _Copy.apply(x, group, why)
+    return x if group.transport is None else _Copy.apply(x, group, why)
 
 
 def sum(x: Tensor, group: Group, *, why: str) -> Tensor:
     """A partial sum on every rank becomes the whole sum on all; the result may share nothing with x."""
-    return x if group.handle is None else _Sum.apply(x, group, why)
+    return x if group.transport is None else _Sum.apply(x, group, why)
 
 
 def gather(x: Tensor, group: Group, *, why: str) -> Tensor:
     """Equal slices of the last dim become the whole on every rank. What follows must be the same on all ranks: each
     keeps its own slice of the gradient."""
-    return x if group.handle is None else _Gather.apply(x, group, why)
+    return x if group.transport is None else _Gather.apply(x, group, why)

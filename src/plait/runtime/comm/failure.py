@@ -17,7 +17,7 @@ _LOST = re.compile(
     r"connection (was likely )?(closed|reset|refused)|broken pipe|got 0 bytes|remote peer", re.IGNORECASE
 )
 _PLACE = re.compile(r"^\s*\[[^\]]*\.(cc|cpp|h|hpp):\d+\]")
-_BACK_END = re.compile(r"gloo|nccl", re.IGNORECASE)
+_BACK_END = re.compile(r"gloo|nccl|local transport", re.IGNORECASE)
 _LATE = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
 
 

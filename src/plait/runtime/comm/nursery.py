@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 import torch
 
 from ...design.errors import PlanError
+from ...design.plan import LocalTransport
 from .board import SLOT
 from .children import Child, Lookout, end, watch_over
 from .failure import BadNumbersError, RankError, account, exception
@@ -65,13 +66,13 @@ def _have_files_for(ranks: int) -> None:
 
 def launch(
     main: Callable[[Rendezvous], Any], ranks: int, *, helpers: tuple[Callable[[], Any], ...] = (),
-    hang_timeout: float = 600, comm_check: bool = False,
+    hang_timeout: float = 600, comm_check: bool = False, local_transport: LocalTransport = "auto",
 ) -> list[Any]:  # fmt: skip
     """Runs `main(rendezvous)` in `ranks` forked processes and returns what each returned (JSON values), by rank.
 
     `helpers` are further functions, each run beside them in a process of its own; what they return is thrown away.
-    `hang_timeout` and `comm_check` are the plan's. Raises the first failure: `PlanError` when a rank says the input is
-    bad, `BrokenPipeError` when whoever read its output is gone, `RankError` otherwise.
+    `hang_timeout`, `comm_check` and `local_transport` are the plan's. Raises the first failure: `PlanError` when a rank
+    says the input is bad, `BrokenPipeError` when whoever read its output is gone, `RankError` otherwise.
     """
     refuse_too_many(ranks)
     _have_files_for(ranks)
@@ -82,7 +83,7 @@ def launch(
             return main(
                 Rendezvous(
                     number, ranks, local_rank=number, board=board, file=place, hang_timeout=hang_timeout,
-                    comm_check=comm_check,
+                    comm_check=comm_check, local_transport=local_transport,
                 )
             )  # fmt: skip
 

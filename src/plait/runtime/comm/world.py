@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ...design.errors import PlanError
 from ...design.mesh import ATOMS, Mesh
-from ...design.plan import Plan
+from ...design.plan import LocalTransport, Plan
 from ...design.records import WORLD
 from . import address
 from .agree import Agreement, Peers, Shared
@@ -31,6 +31,9 @@ from .board import ENDED, JOINING, RUNNING, Board, Channel
 from .join import Store, all_here, file_store, plans_agree, server_or_client
 from .ledger import Ledger
 from .remote import Remote
+from .segment import Neighbours, meet, unsupported
+from .shared import SharedMemory
+from .transport import Distributed, Transport
 
 MARGIN_S = 60.0
 """How much longer than the watchdog torch's own limit is: the watchdog speaks first, and knows more."""
@@ -61,6 +64,7 @@ class Rendezvous:
     agent_hosts_store: bool = False
     hang_timeout: float = 600
     comm_check: bool = False
+    local_transport: LocalTransport = "auto"
     plan: Plan | None = None
 
     @property
@@ -69,7 +73,10 @@ class Rendezvous:
 
     def of(self, plan: Plan) -> Rendezvous:
         """The same for the ranks of a plan, which must be every rank's."""
-        return replace(self, hang_timeout=plan.hang_timeout, comm_check=plan.comm_check, plan=plan)
+        return replace(
+            self, hang_timeout=plan.hang_timeout, comm_check=plan.comm_check, local_transport=plan.local_transport,
+            plan=plan,
+        )  # fmt: skip
 
     @classmethod
     def from_environment(cls) -> Rendezvous | None:
@@ -145,14 +152,14 @@ def _choose_interface(here: Rendezvous) -> None:
 
 @dataclass(frozen=True)
 class Group:
-    """Some ranks that talk: `index` is this rank's place among `ranks`. `handle` is None when it is alone, and so are
+    """Some ranks that talk: `index` is this rank's place among `ranks`. `transport` is None when it is alone, and so are
     its place on the board and what holds its calls against the others' (with --comm-check)."""
 
     axis: str
     ranks: tuple[int, ...]
     index: int
     ledger: Ledger
-    handle: dist.ProcessGroup | None
+    transport: Transport | None
     board: Board | None = None
     channel: Channel | None = None
     checked: Agreement | None = None
@@ -185,19 +192,21 @@ class World:
         self._agreement = Agreement(self.board, peers, self.rank, mesh.size, limit_s)
         self._checked = self._agreement if rendezvous.comm_check else None
         self._step = 0
-        timeout = timedelta(seconds=limit_s)
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=self.rank,
-            world_size=mesh.size,
-            timeout=timeout,
-            device_id=self.device if backend == "nccl" else None,
-        )
-        self._timeout = timeout
+        self._timeout = timedelta(seconds=limit_s)
+        self._near = self._neighbours(rendezvous, store, limit_s)
+        self._transports: dict[tuple[int, ...], Transport] = {}
+        if self._near is None or self._near.size < mesh.size:
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=self.rank,
+                world_size=mesh.size,
+                timeout=self._timeout,
+                device_id=self.device if backend == "nccl" else None,
+            )
         self._groups: dict[tuple[str, ...], Group] = {}
         for axes in (("pp",), ("dp",), ("tp",)):
-            self._make_group(axes, timeout)
+            self._groups[axes] = self._made(axes)
         self.board.enter(RUNNING)
 
     def _join(self, rendezvous: Rendezvous) -> tuple[Store, Peers]:
@@ -218,19 +227,32 @@ class World:
         self._remote = Remote(self.board, store, own, rendezvous.rank, rendezvous.size, rendezvous.hang_timeout)
         return store, self._remote
 
-    def _make_group(self, axes: tuple[str, ...], timeout: timedelta) -> None:
-        ranks = self.mesh.group(self.rank, *axes)
-        handle = None
-        if len(ranks) == self.mesh.size > 1:
-            handle = dist.group.WORLD
-        elif len(ranks) > 1:
-            handle = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
-        self._groups[axes] = self._made(".".join(axes), ranks, handle)
+    def _neighbours(self, rendezvous: Rendezvous, store: Store, limit_s: float) -> Neighbours | None:
+        """Those of the other ranks that this one shares memory with."""
+        if self.mesh.size == 1 or rendezvous.local_transport == "torch" or self.device.type != "cpu" or unsupported():
+            return None
+        return meet(store, self.rank, self.mesh.size, limit_s)
 
-    def _made(self, axis: str, ranks: tuple[int, ...], handle: dist.ProcessGroup | None) -> Group:
-        # Two names for the same ranks are one channel: their calls meet on one communicator.
-        channel = None if handle is None else self.board.channel(("group", ranks))
-        return Group(axis, ranks, ranks.index(self.rank), self.ledger, handle, self.board, channel, self._checked)
+    def _made(self, axes: tuple[str, ...]) -> Group:
+        return self._over(".".join(axes), self.mesh.group(self.rank, *axes))
+
+    def _over(self, axis: str, ranks: tuple[int, ...]) -> Group:
+        # Two names for the same ranks are one channel: their calls meet on one transport.
+        transport = channel = None
+        if len(ranks) > 1:
+            channel = self.board.channel(("group", ranks))
+            transport = self._transports.get(ranks) or self._transport(ranks)
+            self._transports[ranks] = transport
+        return Group(axis, ranks, ranks.index(self.rank), self.ledger, transport, self.board, channel, self._checked)
+
+    def _transport(self, ranks: tuple[int, ...]) -> Transport:
+        if self._near is not None and self._near.has(ranks):
+            return SharedMemory(self._near, ranks)
+        if len(ranks) == self.mesh.size:
+            assert dist.group.WORLD is not None
+            return Distributed(dist.group.WORLD, ranks)
+        handle = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
+        return Distributed(handle, ranks)
 
     def group(self, *axes: str) -> Group:
         """The ranks that differ from this one on `axes` (or atoms of dp) only. One over several axes, or over an atom, is
@@ -239,7 +261,7 @@ class World:
         if unknown:
             raise ValueError(f"this world has no axis {unknown}, only {self.mesh.names}")
         if axes not in self._groups:
-            self._make_group(axes, self._timeout)
+            self._groups[axes] = self._made(axes)
         return self._groups[axes]
 
     @property
@@ -249,8 +271,7 @@ class World:
 
     @property
     def everyone(self) -> Group:
-        ranks = tuple(range(self.mesh.size))
-        return self._made(WORLD, ranks, dist.group.WORLD if len(ranks) > 1 else None)
+        return self._over(WORLD, tuple(range(self.mesh.size)))
 
     def begin(self, step: int) -> None:
         """A step begins. The ledger holds one step at a time, and the board says which."""
@@ -278,6 +299,8 @@ class World:
 
     def close(self) -> None:
         self._groups.clear()
+        self._transports.clear()
+        self._near = None
         self.board.enter(ENDED)
         if self._remote is not None:
             self._remote.leave()

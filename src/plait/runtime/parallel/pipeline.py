@@ -1,10 +1,10 @@
 """Carries out one rank's row of a schedule: a table from kind to method, and a loop.
 
 Order is not decided here. Sends and receives are posted where the table has them and waited for where the table says so.
-Where messages are matched by tag (Gloo) the next AHEAD receives are posted as well: Gloo moves a message once its receive
-is there, which then is before it is sent. A sent tensor lives until its handle is done, and no longer: what backward
-needs of it is its place in the graph. Stages that follow each other on this rank hand over without a message. With one
-stage this is gradient accumulation.
+Over Gloo the next AHEAD receives are posted as well: it moves a message once its receive is there, which then is before
+it is sent. A sent tensor lives until its handle is done, and no longer: what backward needs of it is its place in the
+graph. Stages that follow each other on this rank hand over without a message. With one stage this is gradient
+accumulation.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Pipeline:
         self._stages, self._group, self.clock, self._sink = stages, group, clock, sink
         self._width, self._dtype, self._device = width, dtype, device
         self._receives = [action for action in self._row if action.kind in RECEIVES]
-        self._ahead = AHEAD if collectives.by_tag(group) else 0
+        self._ahead = AHEAD if collectives.early(group) else 0
         self._trains = any(action.kind in BACKWARDS for action in self._row)
         # The last of its kind of every stage: when the gradients that it gives are whole.
         self._final = {(a.stage, False): a.microbatch for a in self._row if a.kind in BACKWARDS}

@@ -31,7 +31,10 @@ def launch(main: Callable[[World], Any], plan: Plan, *, model: nn.Sequential | N
     model_of(plan, model)
     rendezvous = Rendezvous.from_environment()
     if rendezvous is None:
-        return fork(on_rank, plan.world, hang_timeout=plan.hang_timeout, comm_check=plan.comm_check)
+        return fork(
+            on_rank, plan.world, hang_timeout=plan.hang_timeout, comm_check=plan.comm_check,
+            local_transport=plan.local_transport,
+        )  # fmt: skip
     if rendezvous.size != plan.world:
         raise PlanError(f"The plan has {plan.world} ranks ({plan.mesh}), but WORLD_SIZE is {rendezvous.size}.")
     return [on_rank(rendezvous.of(plan))]

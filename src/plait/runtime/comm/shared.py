@@ -1,0 +1,152 @@
+"""Collectives and messages through memory that the ranks of one host share.
+
+    all_reduce, two ranks or few bytes    everyone posts x; each sums all of them, in the order of the group
+    all_reduce, more                      each sums its piece of everyone's x, then all take each other's pieces
+    reduce_scatter                        each sums its piece of everyone's x
+    all_gather                            everyone posts its share, and takes the others'
+    send, receive                         the sender posts x with the tag; the receiver takes it when it waits
+
+A call copies what it brings into this rank's segment and returns; so nobody waits for a receiver, and a call under way
+needs no thread: it goes on when this rank makes another call or waits for one, and the sum is made by whoever reads. On
+cores that are busy a byte that is moved is work taken from computing, so the fewest copies are the fastest: Gloo's pass
+through the kernel twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...design.layout import balanced
+from .posts import Channel, Done, Inbox, Message, Outbox
+from .segment import POSTED, SUMMED, Neighbours
+from .transport import Op, Work
+
+FEW = 1 << 16
+"""Bytes up to which every rank sums everything for itself: one wait less."""
+_COMBINE: dict[Op, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
+
+
+class SharedMemory:
+    """A `Transport`. `ranks` are the group's, as the world counts them."""
+
+    posts_early = False
+
+    def __init__(self, near: Neighbours, ranks: tuple[int, ...]) -> None:
+        self._near, self._ranks = near, ranks
+        self._channel = Channel(near, ranks)
+        self._outboxes: dict[int, Outbox] = {}
+        self._inboxes: dict[int, Inbox] = {}
+
+    def _views(self, sequence: int, x: Tensor) -> list[Tensor]:
+        """Everyone's post, flat, as numbers of the type of x."""
+        near, count = self._near, x.numel()
+        places = self._channel.places(sequence, x.nbytes)
+        return [near.view(rank, at, count, x.dtype) for rank, at in zip(self._ranks, places, strict=True)]
+
+    def all_reduce(self, x: Tensor, op: Op) -> Work:
+        self._channel.post(x)
+        return self._reduce(x.view(-1), op)
+
+    def all_reduced(self, x: Tensor, op: Op) -> Tensor:
+        x = x.contiguous()
+        self._channel.post(x)
+        result = torch.empty_like(x)
+        self._reduce(result.view(-1), op).wait()
+        return result
+
+    def _reduce(self, flat: Tensor, op: Op) -> Work:
+        """Has everyone's last post summed into `flat`."""
+        channel, combine = self._channel, _COMBINE[op]
+        sequence = channel.posted
+        if len(self._ranks) > 2 and flat.nbytes > FEW:
+            return channel.begin(self._in_pieces(sequence, flat, combine))
+
+        def advance() -> bool:
+            if not channel.all_have(POSTED, sequence):
+                return False
+            _combined(self._views(sequence, flat), combine, flat)
+            return True
+
+        return channel.begin(advance)
+
+    def _in_pieces(self, sequence: int, flat: Tensor, combine: Callable[..., Tensor]) -> Callable[[], bool]:
+        channel, size, index = self._channel, len(self._ranks), self._channel.index
+        spans = [balanced(flat.numel(), size, piece) for piece in range(size)]
+        done = False
+
+        def advance() -> bool:
+            nonlocal done
+            if not done:
+                if not channel.all_have(POSTED, sequence):
+                    return False
+                posts, own = self._views(sequence, flat), slice(*spans[index])
+                _combined([post[own] for post in posts], combine, flat[own])
+                # Nobody else reads this rank's post there.
+                posts[index][own].copy_(flat[own])
+                channel.summed(sequence)
+                done = True
+            if not channel.all_have(SUMMED, sequence):
+                return False
+            for place, post in enumerate(self._views(sequence, flat)):
+                if place != index:
+                    piece = slice(*spans[place])
+                    flat[piece].copy_(post[piece])
+            return True
+
+        return advance
+
+    def all_gather(self, whole: Tensor, share: Tensor) -> Work:
+        channel, flat = self._channel, whole.view(-1)
+        channel.post(share)
+        sequence, count = channel.posted, share.numel()
+        own = flat[channel.index * count :][:count]
+        if count and own.data_ptr() != share.data_ptr():
+            own.copy_(share.view(-1))
+
+        def advance() -> bool:
+            if not channel.all_have(POSTED, sequence):
+                return False
+            for place, post in enumerate(self._views(sequence, own)):
+                if place != channel.index:
+                    flat[place * count :][:count].copy_(post)
+            return True
+
+        return channel.begin(advance)
+
+    def reduce_scatter(self, x: Tensor, share: Tensor, space: Tensor, add: bool) -> Work:
+        channel, count = self._channel, share.numel()
+        channel.post(x)
+        sequence = channel.posted
+
+        def advance() -> bool:
+            if not channel.all_have(POSTED, sequence):
+                return False
+            start = channel.index * count
+            pieces = [post[start : start + count] for post in self._views(sequence, x)]
+            _combined(pieces, torch.add, space[:count] if add else share)
+            if add:
+                share.add_(space[:count])
+            return True
+
+        return channel.begin(advance)
+
+    def send(self, x: Tensor, to: int, tag: int) -> Work:
+        if to not in self._outboxes:
+            self._outboxes[to] = Outbox(self._near, self._ranks[to], self._ranks)
+        self._outboxes[to].post(x, tag)
+        return Done()
+
+    def receive(self, x: Tensor, source: int, tag: int) -> Work:
+        if source not in self._inboxes:
+            self._inboxes[source] = Inbox(self._near, self._ranks[source], self._ranks)
+        return Message(x, self._inboxes[source], tag)
+
+
+def _combined(posts: list[Tensor], combine: Callable[..., Tensor], into: Tensor) -> None:
+    """All of them, one after the other."""
+    combine(posts[0], posts[1], out=into)
+    for post in posts[2:]:
+        combine(into, post, out=into)
