@@ -2,8 +2,9 @@
 less what that rank had before it built anything.
 
 Private memory (USS) is what would come free if the rank ended: pages shared with the process that it was forked from, and
-the libraries' code, are nobody's. The bench looks every few milliseconds while the ranks are at a step after their first,
-when the optimizer's state is there; freed memory goes back to the system before that step.
+the libraries' code, are nobody's. What a rank of plait shares with its neighbours to send it is counted on top. The bench
+looks every few milliseconds while the ranks are at a step after their first, when the optimizer's state is there; freed
+memory goes back to the system before that step.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ def _peaks(track: Track, name: str) -> list[int]:
     def look() -> None:
         peaks[:] = [max(peak, private_bytes(pid)) for peak, pid in zip(peaks, pids, strict=True)]
 
-    if not track.ask(name, "trim") or not track.ask(name, "turn", steps=1, meanwhile=look):
+    answers = track.ask(name, "trim") and track.ask(name, "turn", steps=1, meanwhile=look)
+    if not answers:
         return []
-    return [peak - before for peak, before in zip(peaks, start, strict=True)]
+    shared = [answer["shared"] for answer in answers]
+    return [peak - before + more for peak, before, more in zip(peaks, start, shared, strict=True)]

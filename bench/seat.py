@@ -16,7 +16,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from cProfile import Profile
 from pstats import Stats
 from typing import Any
@@ -31,10 +31,15 @@ MOST_FUNCTIONS = 25
 
 class BenchSeat:
     """The seat of rank `rank`, which has taken `first` steps when it says that it is ready. `lines` leads to the bench
-    from every rank."""
+    from every rank; `meet` returns when all ranks have come to it, `shared` gives the bytes that this one has in memory
+    that it shares with others."""
 
-    def __init__(self, lines: Sequence[socket.socket], rank: int, *, first: int, uss: int = 0) -> None:
+    def __init__(
+        self, lines: Sequence[socket.socket], rank: int, *, first: int, uss: int = 0,
+        meet: Callable[[], object] | None = None, shared: Callable[[], int] = lambda: 0,
+    ) -> None:  # fmt: skip
         self._lines, self._first, self._uss = lines, first, uss
+        self._meet, self._shared = meet or over_torch, shared
         self.rank = rank
 
     @property
@@ -45,8 +50,8 @@ class BenchSeat:
         """This process has just been forked: what it has now is what it did not build."""
         self._uss = private_bytes()
 
-    def at(self, rank: int) -> BenchSeat:
-        return BenchSeat(self._lines, rank, first=self._first, uss=self._uss)
+    def at(self, rank: int, meet: Callable[[], object], shared: Callable[[], int]) -> BenchSeat:
+        return BenchSeat(self._lines, rank, first=self._first, uss=self._uss, meet=meet, shared=shared)
 
     def serve(self, step: Step, split: Split | None = None, times: Split | None = None) -> None:
         """Takes the first steps, then does what is asked until the end is asked for."""
@@ -64,15 +69,15 @@ class BenchSeat:
         self._lines[self.rank].sendall(json.dumps(words).encode() + b"\n")
 
     def _turn(self, step: Step, split: Split | None, steps: int) -> dict[str, Any]:
-        meet()
+        self._meet()
         begin, used = time.perf_counter(), time.process_time()
         losses = [step() for _ in range(steps)]
-        meet()
+        self._meet()
         took = {"seconds": time.perf_counter() - begin, "cpu": time.process_time() - used, "losses": losses}
-        return took | {"times": self._times() if self._times else {}}
+        return took | {"times": self._times() if self._times else {}, "shared": self._shared()}
 
     def _split(self, step: Step, split: Split | None, steps: int) -> dict[str, Any]:
-        meet()
+        self._meet()
         total: dict[str, float] = {}
         for _ in range(steps if split else 0):
             assert split is not None
@@ -81,8 +86,8 @@ class BenchSeat:
         return {"split": total}
 
     def _functions(self, step: Step, split: Split | None, steps: int) -> dict[str, Any]:
-        meet()
-        if dist.is_initialized() and dist.get_rank() > 0:
+        self._meet()
+        if self.rank > 0:
             for _ in range(steps):
                 step()
             return {}
@@ -97,11 +102,11 @@ class BenchSeat:
         gc.collect()
         if sys.platform == "linux":
             ctypes.CDLL(None).malloc_trim(0)
-        meet()
+        self._meet()
         return {}
 
 
-def meet() -> None:
+def over_torch() -> None:
     """Returns when all ranks have come here; a contestant of one process, or of none that talk, does not wait."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()

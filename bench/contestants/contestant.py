@@ -28,8 +28,9 @@ class Seat(Protocol):
         the actions of the last step took, and is asked after each turn."""
         ...
 
-    def at(self, rank: int) -> Seat:
-        """The seat of a rank that the contestant has forked itself."""
+    def at(self, rank: int, meet: Callable[[], object], shared: Callable[[], int]) -> Seat:
+        """The seat of a rank that the contestant has forked itself: `meet` returns when all ranks have come to it,
+        `shared` gives the bytes of its memory that others map, too."""
         ...
 
 

@@ -14,6 +14,7 @@ import torch
 import plait
 from plait.design.schedule import Kind
 from plait.runtime.batch import IGNORE
+from plait.runtime.comm.collectives import barrier
 from plait.runtime.training.step import Moment, Run
 
 from ..work import BETAS, LEARNING_RATE, SEED, WEIGHT_DECAY, Work, tokens
@@ -43,7 +44,8 @@ def laid_out(**degrees: Any) -> Race:
 
         def main(world: plait.World) -> None:
             run, batch = plait.build(plan, world), rows_of(plan, world, work)
-            seat.at(world.rank).serve(timed(run, batch), lambda: split(run, batch), lambda: times(run))
+            mine = seat.at(world.rank, lambda: barrier(world), lambda: world.shared_bytes)
+            mine.serve(timed(run, batch), lambda: split(run, batch), lambda: times(run))
 
         plait.launch(main, plan)
 

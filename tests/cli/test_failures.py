@@ -69,12 +69,13 @@ def test_p110_a_rank_that_is_killed_ends_the_run_and_is_named(
     nobody_listens(ports)
 
 
+@pytest.mark.parametrize("transport", ["shared", "torch"])
 def test_p110_ranks_do_not_outlive_a_parent_that_is_killed(
-    plait: Driver, small: Sequence[object], tmp_path: Path
+    plait: Driver, small: Sequence[object], tmp_path: Path, transport: str
 ) -> None:
-    command = started(plait, small, tmp_path / "run", "--dp", 2, "--pp", 2)
+    command = started(plait, small, tmp_path / "run", "--dp", 2, "--pp", 2, "--local-transport", transport)
     ports = listening(command.processes())
-    assert ports
+    assert bool(ports) == (transport == "torch"), "shared memory opens none"
     os.kill(command.pid, signal.SIGKILL)
     assert command.ended().code == 128 + signal.SIGKILL
     gone(command)

@@ -182,7 +182,8 @@ def test_p102_who_has_not_joined_is_said(plait: Driver, small: Sequence[object],
 
 def test_p147_ports_take_nothing_from_strangers(plait: Driver, small: Sequence[object], tmp_path: Path) -> None:
     out = tmp_path / "run"
-    command = plait.start(*small, "--dp", 2, "--tp", 2, "--steps", 60, "--out", out)
+    layout = ("--dp", 2, "--tp", 2, "--steps", 60, "--local-transport", "torch")
+    command = plait.start(*small, *layout, "--out", out)
     command.stepping(out / "metrics.jsonl")
     ports = listening(command.processes())
     assert ports

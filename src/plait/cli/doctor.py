@@ -9,6 +9,7 @@ from importlib import metadata
 import typer
 from rich.table import Table
 
+from ..design.plan import LocalTransport
 from .terminal import Terminal
 
 
@@ -19,6 +20,7 @@ def doctor() -> int:
     from ..design.mesh import Mesh
     from ..runtime.comm.collectives import all_reduce
     from ..runtime.comm.nursery import launch
+    from ..runtime.comm.segment import unsupported
     from ..runtime.comm.world import Rendezvous, World, backends
 
     mesh = Mesh((("pp", 1), ("dp", 2), ("tp", 1)))
@@ -29,10 +31,15 @@ def doctor() -> int:
             all_reduce(x, world.everyone, why="doctor")
             return x.item() == 3
 
-    try:
-        loopback = "ok" if all(launch(main, mesh.size)) else "wrong numbers"
-    except Exception as error:
-        loopback = f"failed: {error}"
+    def said(transport: LocalTransport) -> str:
+        try:
+            return "ok" if all(launch(main, mesh.size, local_transport=transport)) else "wrong numbers"
+        except Exception as error:
+            return f"failed: {error}"
+
+    talk = {"2 ranks, Gloo": said("torch")}
+    if not (why := unsupported()):
+        talk["2 ranks, shared memory"] = said("shared")
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in {
@@ -43,11 +50,12 @@ def doctor() -> int:
         "back ends": ", ".join(backends()) or "none",
         "GPUs": ", ".join(gpus) or "none",
         "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
-        "loopback (2 ranks, gloo)": loopback,
+        **talk,
+        **({"shared memory": f"no: it {why}"} if why else {}),
     }.items():
         table.add_row(name, value)
     Terminal().print(table)
-    return 0 if loopback == "ok" else 1
+    return 0 if all(word == "ok" for word in talk.values()) else 1
 
 
 def add_to(app: typer.Typer) -> None:

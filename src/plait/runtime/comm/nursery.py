@@ -31,6 +31,7 @@ from ...design.plan import LocalTransport
 from .board import SLOT
 from .children import Child, Lookout, end, watch_over
 from .failure import BadNumbersError, RankError, account, exception
+from .segment import unsupported
 from .world import Rendezvous
 
 __all__ = ["BadNumbersError", "RankError", "alone", "in_place", "launch", "refuse_too_many"]
@@ -75,6 +76,8 @@ def launch(
     says the input is bad, `BrokenPipeError` when whoever read its output is gone, `RankError` otherwise.
     """
     refuse_too_many(ranks)
+    if local_transport == "shared" and (why := unsupported()):
+        raise PlanError(f"local_transport shared {why}: set local_transport auto.")
     _have_files_for(ranks)
     board = mmap.mmap(-1, ranks * SLOT)
     with _meeting_place() as place:

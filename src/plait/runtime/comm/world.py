@@ -229,9 +229,17 @@ class World:
 
     def _neighbours(self, rendezvous: Rendezvous, store: Store, limit_s: float) -> Neighbours | None:
         """Those of the other ranks that this one shares memory with."""
-        if self.mesh.size == 1 or rendezvous.local_transport == "torch" or self.device.type != "cpu" or unsupported():
+        if self.mesh.size == 1 or rendezvous.local_transport == "torch":
             return None
-        return meet(store, self.rank, self.mesh.size, limit_s)
+        why = unsupported() or ("is for CPUs, and the ranks run on GPUs" if self.device.type != "cpu" else None)
+        near = None if why else meet(store, self.rank, self.mesh.size, limit_s)
+        if rendezvous.local_transport == "shared" and (near is None or near.size < self.mesh.size):
+            why = (
+                why
+                or f"needs all ranks on one host, and rank {self.rank} shares its own with {near.size - 1 if near else 0}"
+            )
+            raise PlanError(f"local_transport shared {why}: set local_transport auto.")
+        return near
 
     def _made(self, axes: tuple[str, ...]) -> Group:
         return self._over(".".join(axes), self.mesh.group(self.rank, *axes))
@@ -263,6 +271,11 @@ class World:
         if axes not in self._groups:
             self._groups[axes] = self._made(axes)
         return self._groups[axes]
+
+    @property
+    def shared_bytes(self) -> int:
+        """The most that this rank has had at a time in memory that it shares with others of its host."""
+        return 0 if self._near is None else self._near.used
 
     @property
     def alone(self) -> Group:

@@ -1,0 +1,256 @@
+"""The transport through shared memory: what it gives, in which order it sums, that no place is used before all have taken
+what stood there, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.design.errors import PlanError
+from plait.design.mesh import Mesh
+from plait.runtime.comm import nursery as forks
+from plait.runtime.comm import segment, shared
+from plait.runtime.comm.collectives import (
+    all_gather,
+    all_reduce,
+    all_reduced,
+    gather_shares,
+    receive,
+    reduce_scatter,
+    send,
+)
+from plait.runtime.comm.failure import RankError
+from plait.runtime.comm.nursery import launch
+from plait.runtime.comm.world import Rendezvous, World
+from tests.nursery import Nursery
+
+SIZES = (0, 1, 5, 1000, shared.FEW // 4 + 7, 100_003)
+TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
+
+
+def dp(ranks: int) -> Mesh:
+    return Mesh((("pp", 1), ("dp", ranks), ("tp", 1)))
+
+
+def brought(rank: int, size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return (100 * torch.randn(size, generator=torch.Generator().manual_seed(97 * seed + rank))).to(dtype)
+
+
+def in_order(parts: list[Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = combine(whole, part)
+    return whole
+
+
+def collectives(ranks: int, transport: str) -> Any:
+    """What differs from one process, by name: everything is summed in the order of the group."""
+
+    def main(meeting: Rendezvous) -> Any:
+        wrong = []
+        with World(meeting, dp(ranks)) as world:
+            group, own = world.group("dp"), world.rank
+            for dtype in TYPES:
+                for size in SIZES:
+                    parts = [brought(rank, size, dtype) for rank in range(ranks)]
+                    total = in_order(parts, torch.add)
+                    summed, most = parts[own].clone(), parts[own].clone()
+                    all_reduce(summed, group, why="t")
+                    all_reduce(most, group, why="t", op="max")
+                    before = parts[own].clone()
+                    apart = all_reduced(before, group, why="t")
+                    share = torch.zeros(size, dtype=dtype)
+                    pieces = [torch.cat([part * (place + 1) for place in range(ranks)]) for part in parts]
+                    scattered = reduce_scatter(
+                        pieces[own].clone(), share, group, torch.empty_like(pieces[own]), why="t", add=False
+                    )
+                    scattered.wait()
+                    kept = torch.ones(size, dtype=dtype)
+                    space = torch.empty_like(pieces[own])
+                    reduce_scatter(pieces[own].clone(), kept, group, space, why="t", add=True).wait()
+                    mine = in_order([part[own * size :][:size] for part in pieces], torch.add)
+                    whole = torch.zeros(ranks * size, dtype=dtype)
+                    place = whole[own * size :][:size]
+                    place.copy_(parts[own])
+                    gather_shares(whole, place, group, why="t").wait()
+                    right = {
+                        "sum": (summed, total), "max": (most, in_order(parts, torch.maximum)), "apart": (apart, total),
+                        "left alone": (before, parts[own]), "scattered": (share, mine), "added": (kept, mine + 1),
+                        "gathered": (all_gather(parts[own], group, why="t"), torch.stack(parts)),
+                        "in place": (whole, torch.cat(parts)),
+                    }  # fmt: skip
+                    wrong += [f"{name} {dtype} {size}" for name, (a, b) in right.items() if not torch.equal(a, b)]
+        return wrong
+
+    return launch(main, ranks, local_transport=transport)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_collectives_equal_one_process_in_order(nursery: Nursery, ranks: int) -> None:
+    """Bitwise, and on every rank the same bits."""
+    assert nursery(collectives, ranks, "shared") == [[]] * ranks
+
+
+def test_two_ranks_have_the_same_bits_over_gloo(nursery: Nursery) -> None:
+    """Two numbers have one sum, whatever the order."""
+    assert nursery(collectives, 2, "torch") == [[], []]
+
+
+def crowd(ranks: int, seed: int) -> Any:
+    """Calls of many sizes on several groups, many under way at once, waited for in another order, by ranks that dawdle;
+    and more messages than a ring has places, of which the first is taken last."""
+
+    def main(meeting: Rendezvous) -> Any:
+        mesh = Mesh((("pp", 2), ("dp", ranks // 2), ("tp", 1)))
+        dice, pace = random.Random(seed), random.Random(meeting.rank)
+        wrong = 0
+        with World(meeting, mesh) as world:
+            groups = [world.group("pp"), world.group("dp"), world.everyone]
+            for turn in range(30):
+                under_way = []
+                for number in range(dice.randint(1, 8)):
+                    group, size = groups[dice.randrange(3)], dice.choice((3, 700, 40_000))
+                    whole = in_order(
+                        [brought(one, size, torch.float32, turn * 8 + number) for one in group.ranks], torch.add
+                    )
+                    x = brought(world.rank, size, torch.float32, turn * 8 + number)
+                    under_way.append((all_reduce(x, group, why="t", wait=False), x, whole))
+                    if pace.random() < 0.2:
+                        time.sleep(pace.random() / 300)
+                pace.shuffle(under_way)
+                for handle, x, whole in under_way:
+                    handle.wait()
+                    wrong += not torch.equal(x, whole)
+            group, many = world.group("pp"), segment.RING + 40
+            other = 1 - group.index
+            arriving = [torch.empty(5) for _ in range(many)]
+            if group.index == 0:
+                handles = [send(torch.full((5,), 1.0 * tag), other, group, why="t", tag=tag) for tag in range(many)]
+            else:
+                handles = [receive(x, other, group, why="t", tag=tag) for tag, x in enumerate(arriving)]
+                time.sleep(0.05)
+            for handle in reversed(handles[: segment.RING]):
+                handle.wait()
+            for handle in handles[segment.RING :]:
+                handle.wait()
+            if group.index == 1:
+                wrong += sum(x.tolist() != [tag] * 5 for tag, x in enumerate(arriving))
+        return wrong
+
+    return launch(main, ranks, local_transport="shared")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_used_before_all_have_taken_it(nursery: Nursery, seed: int) -> None:
+    assert nursery(crowd, 4, seed) == [0] * 4
+
+
+def places(_: str) -> Any:
+    """Bytes that a rank shares after some steps of the same calls, and after twice as many."""
+
+    def main(meeting: Rendezvous) -> Any:
+        with World(meeting, dp(2)) as world:
+            near = world._near
+            assert near is not None
+            used = []
+            for _ in range(2):
+                for _ in range(25):
+                    handles = [
+                        all_reduce(torch.ones(size), world.group("dp"), why="t", wait=False) for size in (10, 999, 5000)
+                    ]
+                    for handle in handles:
+                        handle.wait()
+                used.append(near.used)
+            return used
+
+    return launch(main, 2, local_transport="shared")
+
+
+def test_places_are_used_again(nursery: Nursery) -> None:
+    for first, later in nursery(places, ""):
+        # Two steps may be under way at once: a rank may be one ahead of the other.
+        assert later == first <= 2 * 2 * (4 * 6009)
+
+
+def ends(kind: str) -> Any:
+    """How a run ends whose ranks do not bring the same, or lose one: code, sentence, what is left of the segments."""
+
+    def main(meeting: Rendezvous) -> Any:
+        with World(meeting, dp(2)) as world:
+            if kind == "sizes":
+                transport = world.group("dp").transport
+                assert transport is not None
+                transport.all_reduce(torch.ones(3 + world.rank), "sum").wait()
+            if world.rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+            all_reduce(torch.ones(1 << 20), world.group("dp"), why="t")
+
+    try:
+        return launch(main, 2, local_transport="shared")
+    except RankError as error:
+        return [error.code, str(error), leftovers()]
+
+
+def leftovers() -> list[str]:
+    """Processes of this job that still map a segment."""
+    found = []
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            if os.getpgid(int(maps.parent.name)) == os.getpgid(0) and "plait-segment" in maps.read_text():
+                found.append(str(maps))
+        except OSError:
+            continue
+    return found
+
+
+def test_another_size_is_an_error(nursery: Nursery) -> None:
+    code, sentence, _ = nursery(ends, "sizes")
+    assert code == 3
+    assert "the local transport expects 12 bytes of rank 1, which brings 16" in sentence or "expects 16" in sentence
+
+
+def test_no_segment_outlives_its_ranks(nursery: Nursery) -> None:
+    code, sentence, left = nursery(ends, "kill")
+    assert code == 3
+    assert sentence.startswith("Rank 1 was ended by signal 9 (SIGKILL)")
+    assert left == []
+
+
+def alone_in_waiting(_: str) -> Any:
+    """What a rank says whose neighbour has ended in peace, without a parent to tell it."""
+
+    def main(meeting: Rendezvous) -> Any:
+        with World(meeting, dp(2)) as world:
+            group = world.group("dp")
+            if world.rank:
+                return ""
+            try:
+                all_reduce(torch.ones(3), group, why="t")
+            except RuntimeError as error:
+                return str(error)
+
+    return launch(main, 2, local_transport="shared")[0]
+
+
+def test_a_neighbour_that_is_gone(nursery: Nursery) -> None:
+    assert nursery(alone_in_waiting, "") == "connection closed: the process of rank 1 is gone"
+
+
+def test_where_it_cannot_be_it_is_refused_or_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment.platform, "machine", lambda: "aarch64")
+    why = segment.unsupported()
+    assert why == "is for Linux on x86-64, and this is linux on aarch64"
+    monkeypatch.setattr(forks, "unsupported", segment.unsupported)
+    with pytest.raises(
+        PlanError, match=r"^local_transport shared is for Linux on x86-64.*: set local_transport auto\.$"
+    ):
+        launch(lambda _: None, 2, local_transport="shared")
