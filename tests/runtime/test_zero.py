@@ -136,7 +136,7 @@ def unused(zero: int) -> Any:
         name = unit.names[0]
         if world.rank == 0:
             parameter = run.parameters[name]
-            run.sink.into[parameter].fill_(2.0)
+            run.sink.open(parameter).fill_(2.0)
             run.sink.ready(parameter)
         run.sink.finish(0)
         return [float(run.sink.gradients[each].abs().sum()) for each in unit.names]
