@@ -9,9 +9,6 @@ from . import batch, chunks, pipeline, recompute, sums, weights, zero
 from .fault import Fault
 
 FAULTS: dict[str, Fault] = {
-    fault.name: fault
-    for fault in (
-        *sums.FAULTS, *batch.FAULTS, *pipeline.FAULTS, *weights.FAULTS, *zero.FAULTS, *recompute.FAULTS, *chunks.FAULTS,
-    )  # fmt: skip
+    fault.name: fault for room in (sums, batch, pipeline, weights, zero, recompute, chunks) for fault in room.FAULTS
 }
 """Every planted fault by name."""

@@ -8,16 +8,18 @@ from torch import Tensor
 
 from ...runtime.batch import Batch
 from ...runtime.hf.after_head import AfterHead
+from ...runtime.parallel.data import Buckets
 from ...runtime.parallel.loss import ChunkedLoss
 from .fault import instead, planted
 
 THREE = {"loss_chunks": 3, "microbatches": 2}
-"""Of 256 tokens."""
+"""Of 64 tokens: 22, 21 and 21."""
 
 
 @planted(
     "Tokens do not divide by the chunks, and what is shorter than the first chunk is left out.",
-    kind="module", at="microbatch 0: the microbatch's loss", says="none of the usual", layout=THREE,
+    kind="module", at="microbatch 0: the microbatch's loss",
+    says="that of the first 22 of 64 tokens, 1 of 3 chunks", layout=THREE,
 )  # fmt: skip
 def ragged_chunks_left_out() -> None:
     @instead(ChunkedLoss, "_of_chunk")
@@ -51,8 +53,8 @@ def head_of_one_chunk() -> None:
 
 @planted(
     "The head's gradient leaves when the first chunk has added to it.",
-    kind="module", at="the reduced gradient of lm_head.weight", says="left before its last gradient was in",
-    layout=THREE | {"dp": 2},
+    kind="module", at="the reduced gradient of lm_head.weight", says="none of the usual",
+    layout=THREE | {"dp": 2, "bucket_mb": 0.01},
 )  # fmt: skip
 def head_leaves_after_one_chunk() -> None:
     @instead(ChunkedLoss, "_learn")
@@ -60,10 +62,15 @@ def head_leaves_after_one_chunk() -> None:
         right(self, gradient, rows)
         self._ready(self._parameters[0])
 
+    @instead(Buckets, "_start")
+    def start(right: Any, self: Buckets) -> None:
+        right(self)
+        self._handles[-1].wait()
+
 
 @planted(
     "What the model does with its logits is left out where they are made in chunks.",
-    kind="module", at="microbatch 0: the microbatch's loss", says="none of the usual",
+    kind="module", at="microbatch 0: the microbatch's loss", says="after the head is left out",
     layout=THREE | {"model": "gemma2-tiny"},
 )  # fmt: skip
 def no_soft_cap_in_chunks() -> None:
