@@ -168,7 +168,7 @@ class ChunkedLoss:
             total += self._of_chunk(rows, targets, spaces, batch, scale, made)
         if gradient is not None:
             for parameter in self._parameters:
-                if parameter is not None:
+                if parameter is not None and parameter.requires_grad:
                     self._ready(parameter)
         notes.clear()
         return total * scale
