@@ -56,6 +56,7 @@ def draw(seed: int) -> Draw:
             plan |= _pipeline(Random(-1001 - seed), plan, sizes)
             plan |= _uneven(Random(-1 - seed), plan, sizes["num_hidden_layers"])
             plan |= _shares(Random(-2001 - seed), plan, sizes)
+            plan |= _loss_in_chunks(Random(-3001 - seed), plan)
             # Only the first step is also run as shipped: one that trains nothing would show nothing there.
             first = random.choice([kind for kind in KINDS if kind != "nothing"])
             return Draw(
@@ -123,6 +124,14 @@ def _shares(random: Random, plan: dict[str, Any], sizes: dict[str, Any]) -> dict
     zero = random.choice((1, 2, 3))
     several = any(values["replicas"] > 1 for values in legal)  # few degrees have any
     return random.choice([v for v in legal if v["zero"] == zero and (v["replicas"] > 1) == several])
+
+
+def _loss_in_chunks(random: Random, plan: dict[str, Any]) -> dict[str, Any]:
+    """In a third of the draws, up to one a token."""
+    least = min(Plan(**plan).microbatch_rows) * plan["seq"]
+    if least < 2 or plan.get("loss_at") == "first" or random.random() < 0.7:
+        return {}
+    return {"loss_chunks": random.choice((2, 3, random.randint(2, least)))}
 
 
 def _degrees(random: Random) -> dict[str, int]:

@@ -40,7 +40,7 @@ class Put:
             parameter: torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
             for parameter in self.names
         }
-        self.owed.adopt(self.gradients, lambda parameter: self.ready.append(self.names[parameter]))
+        self.owed.adopt(self.gradients.__getitem__, lambda parameter: self.ready.append(self.names[parameter]))
 
     def backward(self, microbatch: int, x: Tensor) -> None:
         loss(self.module(x)).backward()

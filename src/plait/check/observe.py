@@ -49,6 +49,11 @@ class Observer:
         self._microbatch_of: dict[int, int] = {}
         for recomputing in run.recomputing.values():
             recomputing.watch = self._again
+        # Losses in chunks are known when their backward has run, and so is what the head gave.
+        self._shares: dict[int, Tensor] = {}
+        self._chunks: dict[tuple[str, int], list[Tensor]] = {}
+        if run.chunked is not None:
+            run.chunked.watch = self._chunk
 
     @property
     def seen(self) -> dict[str, Tensor]:
@@ -69,10 +74,10 @@ class Observer:
             recorder.microbatch = None
             return output
 
-        def observed_loss(logits: Tensor, batch: Batch, inverse_weight: Tensor) -> Tensor:
-            share = loss(logits, batch, inverse_weight)
+        def observed_loss(output: Tensor, batch: Batch, inverse_weight: Tensor) -> Tensor:
+            share = loss(output, batch, inverse_weight)
             if self._at_hand is not None:
-                recorder.add("share", share, microbatch=self._at_hand)
+                self._shares[self._at_hand] = share.detach()
             return share
 
         stage.forward, stage.loss = observed_forward, observed_loss  # type: ignore[method-assign]
@@ -82,6 +87,16 @@ class Observer:
         self._recorder.microbatch = self._microbatch_of.get(id(batch))
         yield
         self._recorder.microbatch = None
+
+    def _chunk(self, batch: Batch, quantity: str, part: Tensor) -> None:
+        microbatch = self._microbatch_of.get(id(batch))
+        if microbatch is None:
+            return
+        parts = self._chunks.setdefault((quantity, microbatch), [])
+        parts.append(part.detach().clone())
+        if sum(map(len, parts)) == batch.tokens.numel():
+            whole = torch.cat(parts).unflatten(0, batch.tokens.shape)
+            self._recorder.add(quantity, whole, self._run.model.facts.head, microbatch)
 
     def initial(self) -> None:
         """The weights before the first step."""
@@ -95,7 +110,12 @@ class Observer:
         self._microbatch_of.clear()
         self._turns = {number: list(turns) for number, turns in self._forwards.items()}
         self._at_hand = None
-        self._report(self._run.step(batch, at=self._at))
+        self._shares.clear()
+        self._chunks.clear()
+        report = self._run.step(batch, at=self._at)
+        for microbatch, share in self._shares.items():
+            self._recorder.add("share", share, microbatch=microbatch)
+        self._report(report)
 
     def _at(self, moment: Moment) -> None:
         quantity = "gradient" if moment == "reduced" else "clipped gradient"

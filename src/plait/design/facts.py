@@ -60,8 +60,9 @@ class ParameterFact:
 class ModelFacts:
     """One model: its sizes and its parameters, in the order in which a forward uses them. `widths` says how wide each
     block's output is (none given: `hidden`, and logits follow); `heads` is 0 where plait knows of none. `head` names the
-    module that gives the logits, `experts_per_token` how many experts of a layer a token goes to (0: there are none),
-    `attention_dropout` which share of its attention weights training drops."""
+    module that gives the logits, `whole_logits` what is done to them after it that takes more than each by itself (empty:
+    nothing is), `experts_per_token` how many experts of a layer a token goes to (0: there are none), `attention_dropout`
+    which share of its attention weights training drops."""
 
     family: str
     blocks: int
@@ -75,6 +76,7 @@ class ModelFacts:
     experts_per_token: int = 0
     attention_dropout: float = 0.0
     widths: tuple[int, ...] = ()
+    whole_logits: str = ""
 
     @property
     def elements(self) -> int:

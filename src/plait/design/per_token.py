@@ -5,6 +5,7 @@ Operations of a token in rows of s tokens, over all tp ranks; E elements of what
     forward                     2 E + 2 a (s + 1)
     backward of the input       2 E + 4 a (s + 1)      attention has no weights: all its backward is of the input
     backward of the weights     2 E
+    head, in chunks             all three in the backward of the input
 
 The sum is what balance.py makes even; parted as in Qi et al., "Zero Bubble Pipeline Parallelism", 2023, table 1.
 
@@ -18,6 +19,7 @@ Bytes: every tensor that some backward needs, once; h hidden, a heads of D, t tp
     embedding   9 where t > 1          the tokens' places among the own rows, and the mask of those that are elsewhere
     recomputed  h e                    the block's input, and nothing else (of attention: nothing but what norms keep)
     head, loss  4 V / t + 18           fp32 exponentials, their sum, the target and its two masks; where the loss is
+                0                      in chunks: logits are made in backward (`at_work` while one chunk is)
 
 Where backward is split, what the linear layers read and the gradients of what they gave (`deferred`) live on until the
 backward of the weights. After Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022,
@@ -50,6 +52,8 @@ def operations(plan: Plan, facts: ModelFacts, stage: int) -> tuple[int, int, int
     attention = each * (stop - start)
     # Backward of the input runs a recomputed forward again; the head is not in it.
     head = 2 * facts.head_weight.elements if stop == facts.blocks else 0
+    # In chunks the head's three products are all made when backward begins.
+    moved = head if plan.chunks_loss else 0
     again = 0
     for block in range(start, stop):
         if plan.recomputes(block):
@@ -59,18 +63,29 @@ def operations(plan: Plan, facts: ModelFacts, stage: int) -> tuple[int, int, int
                 again += 2 * sum(fact.elements for fact in inside if len(fact.shape) == 2)
             else:
                 again += 2 * each_block[block] - (head if block == facts.blocks - 1 else 0)
-    return products + attention, products + 2 * attention + again, products
+    return products - moved + attention, products + 2 * (attention + moved) + again, products - moved
 
 
 def kept(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int) -> int:
     """Bytes that one token leaves for backward on each rank of `stage`."""
-    item, t = ELEMENT[plan.compute], plan.tp
+    item = ELEMENT[plan.compute]
     used = [facts.by_name[held.name] for held in sharding.on_stage(stage)]
     token = 2 * (facts.hidden // facts.heads) * item if used else 0  # the loss may be a stage without blocks
     token += sum(_of_block(plan, facts, block, ours) for block, ours in _blocks(used))
-    if stage == plan.loss_stage:
-        token += WIDE * facts.vocabulary // t + 18
-    return token
+    return token + _of_loss(plan, facts, stage)
+
+
+def _of_loss(plan: Plan, facts: ModelFacts, stage: int) -> int:
+    if stage != plan.loss_stage or plan.chunks_loss:
+        return 0
+    return WIDE * facts.vocabulary // plan.tp + 18
+
+
+def at_work(plan: Plan, facts: ModelFacts, stage: int) -> int:
+    """Bytes of one token of a chunk of the loss while its logits are there: in fp32, and in another type of compute."""
+    if stage != plan.loss_stage or not plan.chunks_loss:
+        return 0
+    return (WIDE + ELEMENT[plan.compute] * (plan.compute != "fp32")) * facts.vocabulary // plan.tp
 
 
 def replayed(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int, *, splits: bool) -> int:
@@ -78,9 +93,9 @@ def replayed(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int, *, s
     of a block comes back when what was kept behind it is gone, or where backward `splits` is put off."""
     if plan.recompute == "none":
         return 0
-    item, t = ELEMENT[plan.compute], plan.tp
+    item = ELEMENT[plan.compute]
     used = [facts.by_name[held.name] for held in sharding.on_stage(stage)]
-    most, since = 0, -(WIDE * facts.vocabulary // t + 18) if stage == plan.loss_stage else 0
+    most, since = 0, -_of_loss(plan, facts, stage)
     plain = plan.model_copy(update={"recompute": "none", "recompute_every": 1})
     for block, ours in reversed(_blocks(used)):
         held = _of_block(plan, facts, block, ours)
@@ -137,6 +152,8 @@ def _deferred(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int, nam
         used = [module for place, module in held.first.uses if place == stage]
         # An embedding looks up: only blocks and the head multiply.
         if fact.tensor != "weight" or len(fact.shape) != 2 or (fact.block is None and facts.head not in used):
+            continue
+        if plan.chunks_loss and facts.head in used:  # its weight's gradient is made with the logits, chunk by chunk
             continue
         cuts = STYLES[fact.style].cuts if fact.style in STYLES and fact.cut is not None else "none"
         transposed = fact.cut is not None and fact.cut == {"out": 1, "in": 0}.get(cuts)

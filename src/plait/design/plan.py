@@ -87,6 +87,11 @@ class Plan(BaseModel):
         "none", description="What backward computes again and forward does not keep: blocks, or their attention."
     )
     recompute_every: int = Field(1, ge=1, description="Which blocks are recomputed: every so many, from the first on.")
+    loss_chunks: int = Field(
+        1,
+        ge=1,
+        description="In how many parts, one after the other, a microbatch's logits are made and let go; 1: all at once.",
+    )
     batch: int = Field(8, ge=1, description="Rows in one step, over all ranks.")
     seq: int = Field(128, ge=1, description="Tokens in a row.")
     steps: int = Field(50, ge=1, description="Optimizer steps; the data starts over in a new order when it ends.")
@@ -192,6 +197,16 @@ class Plan(BaseModel):
     def recomputes(self, block: int | None) -> bool:
         """Whether backward computes a block (or its attention) again."""
         return self.recompute != "none" and block is not None and block % self.recompute_every == 0
+
+    @property
+    def chunks_loss(self) -> bool:
+        """Whether logits are made for some tokens at a time, and never kept."""
+        return self.loss_chunks > 1
+
+    def tokens_at_once(self, tokens: int) -> list[int]:
+        """How many of a microbatch's tokens each chunk of its loss has: they differ by at most one, larger first."""
+        count = min(self.loss_chunks, tokens)
+        return [stop - start for start, stop in (balanced(tokens, count, number) for number in range(count))]
 
     @property
     def held_out(self) -> float:

@@ -149,6 +149,22 @@ def recomputation_has_something(plan: Plan, facts: ModelFacts) -> str | None:
     return None
 
 
+def loss_is_in_chunks(plan: Plan, facts: ModelFacts) -> str | None:
+    if not plan.chunks_loss:
+        return None
+    given = f"loss_chunks {plan.loss_chunks}"
+    if not facts.head:
+        return f"{given} multiplies by a head's weight, and a plain list does not say which that is: set loss_chunks 1."
+    if facts.whole_logits:
+        return f"{given} never has whole logits, but {facts.whole_logits}: set loss_chunks 1."
+    if plan.loss_at == "first":
+        return f"{given} never has whole logits, but loss_at first sends them to another rank: set loss_at last."
+    least = min(plan.microbatch_rows) * plan.seq
+    if plan.loss_chunks > least:
+        return f"{given} is more than the {least} tokens of a microbatch: set loss_chunks {least} or less."
+    return None
+
+
 def warm_up_ends(plan: Plan, facts: ModelFacts) -> str | None:
     if plan.epochs or plan.warmup <= plan.steps:
         return None
@@ -172,8 +188,8 @@ def evaluation_is_asked_for(plan: Plan, facts: ModelFacts) -> str | None:
 
 RULES: tuple[Rule, ...] = (
     degrees_make_the_ranks, schedule_is_known, limit_is_for_a_search, batch_divides, blocks_fill_stages,
-    blocks_are_dealt, tensors_divide, shares_are_of_several, recomputation_has_something, sequence_fits, warm_up_ends,
-    own_attention_drops_nothing, evaluation_is_asked_for,
+    blocks_are_dealt, tensors_divide, shares_are_of_several, recomputation_has_something, loss_is_in_chunks,
+    sequence_fits, warm_up_ends, own_attention_drops_nothing, evaluation_is_asked_for,
 )  # fmt: skip
 
 

@@ -37,6 +37,8 @@ def layout(plan: Plan) -> str:
     if plan.recompute != "none":
         every = f" every {plan.recompute_every} blocks" if plan.recompute_every > 1 else ""
         words.append(f"recompute {plan.recompute}{every}")
+    if plan.chunks_loss:
+        words.append(f"the loss in {plan.loss_chunks} chunks")
     return ", ".join([*words, counted(plan.microbatches, "microbatch")])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -54,7 +55,11 @@ def loss_of(e: Evidence) -> str | None:
     x, y = logits.flatten(0, 1).double(), targets.flatten()
     head = e.sharding.parameter(e.model.facts.head_weight.name)
     slices = {rank: slice(*head.spans(e.mesh, rank)[0]) for rank in e.wrong}
+    everything = slice(0, x.shape[-1])
     guesses = {
+        "what the model does with its logits after the head is left out": dict.fromkeys(
+            slices, _over_own_rows(x, y, everything)
+        ),
         "its sums over tp are missing: each rank's soft-max goes over its own vocabulary rows": {
             rank: _over_own_rows(x, y, own) for rank, own in slices.items()
         },
@@ -63,6 +68,10 @@ def loss_of(e: Evidence) -> str | None:
         ),
         "ignored targets are trained on": dict.fromkeys(slices, _over_ignored(x, y)),
     }
+    sizes = e.plan.tokens_at_once(len(x))
+    for count, stop in enumerate(accumulate(sizes[:-1]), 1):
+        lost = f"chunks are left out: it is that of the first {stop} of {len(x)} tokens, {count} of {len(sizes)} chunks"
+        guesses[lost] = dict.fromkeys(slices, _over_own_rows(x[:stop], y[:stop], everything))
     for sentence, losses in guesses.items():
         if e.fits(lambda r, losses=losses: e.same(e.held[r], losses[r] / total)):  # type: ignore[misc]
             return sentence

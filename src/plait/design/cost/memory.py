@@ -15,9 +15,9 @@ With ZeRO on d dp ranks a unit of u elements, padded to d equal shares, has
 These equal what a run holds, to the byte. Activations are what each token leaves behind (`per_token.kept`), times the
 tokens of each microbatch, added up as the schedule has them alive on the rank. Where backward is split, `deferred` lives
 on until the backward of the weights, and the gradient that a stage gets (`arriving`) is kept while all its activations
-still are. Left out: the masks of packed documents, tensors on their way between stages, what a kernel needs while it
-runs, a bf16 gradient before it is added to its bucket, what an allocator rounds up, and the process itself (interpreter,
-libraries, CUDA's context).
+still are; so is, where the loss is in chunks, the chunk of logits `at_work`. Left out: the masks of packed documents,
+tensors on their way between stages, what a kernel needs while it runs, a bf16 gradient before it is added to its bucket,
+what an allocator rounds up, and the process itself (interpreter, libraries, CUDA's context).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..facts import ModelFacts
-from ..per_token import ELEMENT, WIDE, arriving, deferred, kept, replayed
+from ..per_token import ELEMENT, WIDE, arriving, at_work, deferred, kept, replayed
 from ..plan import Plan
 from ..records import MemoryBill
 from ..schedule import Schedule, peak
@@ -58,15 +58,17 @@ def _bill(plan: Plan, facts: ModelFacts, sharding: Sharding, schedule: Schedule,
     later = {stage: deferred(plan, facts, sharding, stage) for stage in stages}
     again = {stage: replayed(plan, facts, sharding, stage, splits=schedule.splits) for stage in stages}
     tokens = [rows * plan.seq for rows in plan.microbatch_rows]
-    # The loss of a microbatch is multiplied by one fp32 number.
+    # Whole, the loss of a microbatch is multiplied by one fp32 number. By the time that a block is computed again it is
+    # gone, and so is the chunk at work where there are several.
+    number = {stage: WIDE * (stage == plan.loss_stage and not plan.chunks_loss) for stage in stages}
     # What the modules of a plain list keep is not known on paper.
     activations = 0 if not stages else peak(
-        schedule, place, forward=lambda stage, m: forward[stage] * tokens[m] + WIDE * (stage == plan.loss_stage),
+        schedule, place, forward=lambda stage, m: forward[stage] * tokens[m] + number[stage],
         deferred=lambda stage, m: later[stage] * tokens[m],
-        # By the time that a block is computed again the loss's number is gone.
         arriving=lambda stage, m: max(
             arriving(plan, facts, stage) * tokens[m] if schedule.splits else 0,
-            again[stage] * tokens[m] - WIDE * (stage == plan.loss_stage),
+            again[stage] * tokens[m] - number[stage],
+            at_work(plan, facts, stage) * plan.tokens_at_once(tokens[m])[0],
         ),
     )  # fmt: skip
     weights, gradients, units = used * item, used * GRADIENT_ELEMENT, 0

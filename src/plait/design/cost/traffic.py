@@ -6,7 +6,8 @@ microbatches, e bytes of an element of compute.
     tp   each block        forward 2 sums, backward 2 sums, of b s h e each, m times
          recomputed blocks their forward's sums once more
          embedding, head   one sum forward, one backward, of b s h e
-         loss              two sums of b s (the maximum), 2 b s (sum of exponentials, target's logit), in fp32
+         loss              two sums of b s (the maximum), 2 b s (sum of exponentials, target's logit), in fp32; in
+                           chunks as many calls more, and not a byte
     pp   each boundary     b s h e forward and as much backward, m times (b s V / t e before a loss that is elsewhere)
     dp   each stage        its gradients, once a step (what works on heads over tp as well: dp.tp)
          with ZeRO         each unit's gradients scattered in sums, its weights gathered (unit.py), the padding counted
@@ -81,8 +82,9 @@ def _tensor(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, comput
     yield from sums("column-parallel input gradient", inputs, whole)
     yield from sums("routing weights' gradient", experts, tokens * facts.experts_per_token * loss)
     if plan.placement[-1] == place and facts.head_weight.cut is not None:
-        yield from sums("loss: maximum", 1, tokens * loss)
-        yield from sums("loss: sums", 1, 2 * tokens * loss)
+        calls = sum(len(plan.tokens_at_once(rows * plan.seq)) for rows in plan.microbatch_rows)
+        for why, numbers in (("loss: maximum", tokens), ("loss: sums", 2 * tokens)):
+            yield Traffic(rank, "tp", why, "all_reduce", plan.tp, calls, numbers * loss)
 
 
 def _pipeline(plan: Plan, facts: ModelFacts, rank: int, compute: int) -> Iterator[Traffic]:

@@ -28,6 +28,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ...design.errors import PlanError, divisors, listed, nearest
 from ...design.facts import ModelFacts, ParameterFact
 from . import weights as real
+from .after_head import after_head
 from .attention import PLAIT
 from .files import INDEX, SINGLE
 from .initial import find_tied
@@ -346,7 +347,14 @@ def _facts(config: Any) -> ModelFacts:
         parameters=tuple(found.values()),
         experts_per_token=int(getattr(config, "num_experts_per_tok", 0) or 0),
         attention_dropout=attention_dropout(config),
+        whole_logits=_whole_logits(model, blocks),
     )
+
+
+def _whole_logits(model: Any, blocks: nn.ModuleList) -> str:
+    """Why logits of this class have to be whole; empty if they need not. In bf16, where a cast to fp32 shows."""
+    found = after_head(model.to(torch.bfloat16), blocks)
+    return f"{type(model).__name__} {found.why}" if found.why else ""
 
 
 def _positions(config: Any) -> int:

@@ -27,6 +27,7 @@ from ...design.layout import balanced
 from ...design.mesh import Mesh
 from ...design.sharding import Sharding
 from ..batch import Batch
+from .after_head import AfterHead, after_head
 from .attention import PLAIT, Sight, told_apart
 from .dropout import Dropping, begins, drops
 from .initial import fill, find_tied, start, take
@@ -69,6 +70,11 @@ class _Leave(_StandIn):
         raise _Left(hidden_states)
 
 
+def _leave(hidden_states: Tensor) -> Tensor:
+    """In the place of the head's forward where the loss multiplies by its weight."""
+    raise _Left(hidden_states)
+
+
 class _NoEmbedding(nn.Module):
     """Tokens [b, s] -> zeros [b, s, hidden], without memory."""
 
@@ -98,11 +104,12 @@ def transposed(module: nn.Module) -> bool | None:
 
 class StageModel:
     """What a stage computes on `rank`: `forward(batch, received)` gives the hidden state for the next stage, or
-    logits. `attention` is the plan's: plait's, or the model's own."""
+    logits; where the forward `stops` at its head, what the head would read. `attention` is the plan's: plait's, or the
+    model's own."""
 
     def __init__(
         self, model: Model, sharding: Sharding, rank: int, stage: int, dtype: torch.dtype, *, seed: int,
-        attention: str = PLAIT,
+        attention: str = PLAIT, stops: bool = False,
     ) -> None:  # fmt: skip
         mesh = sharding.mesh
         self.module = build_on_meta(model.config, attention=attention)
@@ -136,6 +143,12 @@ class StageModel:
             stub = _NoEmbedding(model.facts.hidden, dtype) if isinstance(module, nn.Embedding) else _Absent()
             parent, _, child = name.rpartition(".")
             setattr(self.module.get_submodule(parent), child, stub)
+        self.after_head = AfterHead()
+        """What the model makes of the head's output, where the forward stops there."""
+        if stops:
+            whole = build_on_meta(model.config, attention=attention).to(dtype)
+            self.after_head = after_head(whole, find_blocks(whole)[1])
+            self.module.get_submodule(model.facts.head).forward = _leave
         self.blocks: dict[int, nn.Module] = {index: blocks[index] for index in owned}
         """Those of this stage, by their numbers in the model."""
         if self._dropping is not None:

@@ -24,18 +24,15 @@ from ..comm.world import Group
 class Buckets:
     """The `GradSink` of data parallelism. Gradients accumulate in `dtype`, whatever the parameters compute in. `stages`
     say of which stage each bucket is; `parts` in how many parts a parameter's gradient comes from one microbatch (1 when
-    not named): by autograd, and from what put off a product; once for each stage that uses it here. `added` says that
-    gradients are added from outside of autograd too: then all are zero when a step begins."""
+    not named): by autograd, and from outside of it; once for each stage that uses it here."""
 
     def __init__(
         self, buckets: Sequence[tuple[Parameter, ...]], stages: Sequence[int], parameters: Mapping[str, nn.Parameter],
-        groups: Mapping[tuple[str, ...], Group], dtype: torch.dtype, parts: Mapping[str, int], *, added: bool,
+        groups: Mapping[tuple[str, ...], Group], dtype: torch.dtype, parts: Mapping[str, int],
     ) -> None:  # fmt: skip
         self.gradients: dict[str, Tensor] = {}
         self.weights = {held.name: parameters[held.name] for bucket in buckets for held in bucket}
         """What the optimizer updates: what is computed with."""
-        self.into: dict[nn.Parameter, Tensor] = {}
-        """Where a gradient is added from outside of autograd."""
         self.final = False
         self._buffers: list[Tensor] = []
         self._stages = list(stages)
@@ -43,7 +40,6 @@ class Buckets:
         self._sizes = [sum(parts.get(held.name, 1) for held in bucket) for bucket in buckets]
         self._bucket_of: dict[nn.Parameter, int] = {}
         self._views: list[dict[nn.Parameter, Tensor]] = []
-        self._added = added
         self._untouched: set[nn.Parameter] = set()
         for number, bucket in enumerate(buckets):
             own = [parameters[held.name] for held in bucket]
@@ -53,15 +49,13 @@ class Buckets:
             views = {parameter: view.view_as(parameter) for parameter, view in zip(own, flat, strict=True)}
             self._views.append(views)
             for held, (parameter, view) in zip(bucket, views.items(), strict=True):
-                self.gradients[held.name] = self.into[parameter] = view
+                self.gradients[held.name] = view
                 self._adopt(parameter, view, number)
         self.begin()
 
     def _adopt(self, parameter: nn.Parameter, view: Tensor, bucket: int) -> None:
         self._bucket_of[parameter] = bucket
         same = parameter.dtype == view.dtype
-        if same:
-            parameter.grad = view
 
         def accumulated(p: Tensor) -> None:
             first = parameter in self._untouched
@@ -98,16 +92,24 @@ class Buckets:
 
     def begin(self) -> None:
         """A step begins, and what the last one left in the buckets is nobody's."""
-        if self._added:
-            for buffer in self._buffers:
-                buffer.zero_()
-        else:
-            self._untouched = set(self._bucket_of)
-            for parameter in self._untouched:
-                parameter.grad = None
+        self._untouched = set(self._bucket_of)
+        for parameter in self._untouched:
+            parameter.grad = None
         self._missing = list(self._sizes)
         self._handles: list[Handle] = []
         self.final = False
+
+    def open(self, parameter: nn.Parameter) -> Tensor:
+        """Where a part of this gradient is added from outside of autograd: zero before the first of a step."""
+        view = self._views[self._bucket_of[parameter]][parameter]
+        if parameter in self._untouched:
+            self._zero(parameter, view)
+            self._untouched.discard(parameter)
+        return view
+
+    def _zero(self, parameter: nn.Parameter, view: Tensor) -> None:
+        view.zero_()
+        parameter.grad = view if parameter.dtype == view.dtype else None
 
     def ready(self, parameter: nn.Parameter) -> None:
         """A part of this gradient is complete for this microbatch; on a stage's last one the bucket may leave."""
@@ -121,8 +123,7 @@ class Buckets:
     def _start(self) -> None:
         number = len(self._handles)
         for parameter in self._untouched & self._views[number].keys():
-            view = self._views[number][parameter].zero_()
-            parameter.grad = view if parameter.dtype == view.dtype else None
+            self._zero(parameter, self._views[number][parameter])
         self._untouched -= self._views[number].keys()
         self._handles.append(all_reduce(self._buffers[number], self._groups[number], why="gradients", wait=False))
 

@@ -53,12 +53,12 @@ class Gathering:
         self._shares[unit] = share
 
         def before(module: nn.Module, args: object) -> None:
-            self._need(unit)
+            self.need(unit)
 
         def behind(module: nn.Module, args: object, output: object) -> None:
             first = output[0] if isinstance(output, tuple) else output
             if isinstance(first, Tensor) and first.requires_grad:
-                first.register_hook(lambda gradient: self._need(unit))
+                first.register_hook(lambda gradient: self.need(unit))
 
         for module in modules:
             module.register_forward_pre_hook(before)
@@ -83,7 +83,7 @@ class Gathering:
         self._in.clear()
         self._now = None
 
-    def _need(self, unit: Unit) -> None:
+    def need(self, unit: Unit) -> None:
         """Returns when the unit is whole, and starts gathering the one that is needed next."""
         if unit is self._now:
             return

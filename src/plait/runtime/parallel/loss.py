@@ -6,48 +6,83 @@
 
 Log-softmax and loss are fp32 whatever the logits are (fp64 stays fp64). With the weight inside, every later reduction of
 the loss and of every gradient, on every axis, is a plain sum. Shoeybi et al., "Megatron-LM", 2019, section 3.
+
+In chunks the logits of a microbatch are never there together. Its forward ends before the head; its backward has the
+head, the loss and both their gradients, some tokens at a time:
+
+    forward    h [n, hidden] is kept, the loss is not known yet
+    backward   each chunk c of h:   x = c Wᵀ -> loss, dx        dh[c] = dx W       dW += dxᵀ c       x is overwritten
+
+The loss of a step is read when its backwards are done, so nothing waits for it, and nothing is computed twice. dW is
+added where gradients accumulate, in their type. A pass without gradients (evaluation) makes the chunks in forward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn import functional as F
 
 from ..batch import IGNORE, Batch
 from ..comm.collectives import all_reduce
 from ..comm.world import Group
 
 
+@dataclass
+class _Read:
+    """What the gradient of n tokens needs: `exponentials` [n, V/t] of the logits, the `total` of the whole vocabulary's,
+    where the target is among the own rows (`local`, or `elsewhere`), and whether it is `trained`."""
+
+    exponentials: Tensor
+    total: Tensor
+    local: Tensor
+    elsewhere: Tensor
+    trained: Tensor
+
+    def gradient(self, scale: Tensor) -> Tensor:
+        """Of the logits, times `scale`; it is made where the exponentials were."""
+        weight = (self.trained * scale).to(self.total.dtype)
+        gradient = self.exponentials.mul_((weight / self.total).unsqueeze(-1))
+        return gradient.scatter_add_(-1, self.local, (-weight).masked_fill(self.elsewhere, 0).unsqueeze(-1))
+
+
+def _read(wide: Tensor, targets: Tensor, start: int, group: Group, out: Tensor | None = None) -> tuple[_Read, Tensor]:
+    """Of logits [n, V/t] in fp32 or wider, and the sum of their loss. `out`, for the exponentials, may be the logits."""
+    local = targets - start
+    elsewhere = (local < 0) | (local >= wide.shape[-1])
+    local = local.masked_fill(elsewhere, 0).unsqueeze(-1)
+    highest = wide.amax(-1)
+    all_reduce(highest, group, why="loss: maximum", op="max")
+    targeted = (wide.gather(-1, local).squeeze(-1) - highest).masked_fill(elsewhere, 0)
+    exponentials = torch.sub(wide, highest.unsqueeze(-1), out=out).exp_()
+    sums = torch.stack((exponentials.sum(-1), targeted))
+    all_reduce(sums, group, why="loss: sums")
+    trained = targets != IGNORE
+    return _Read(exponentials, sums[0], local, elsewhere, trained), ((sums[0].log() - sums[1]) * trained).sum()
+
+
+def _wider(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
 class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, group: Group) -> Tensor:
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        local = targets - start
-        elsewhere = (local < 0) | (local >= wide.shape[-1])
-        local = local.masked_fill(elsewhere, 0).unsqueeze(-1)
-        highest = wide.amax(-1)
-        all_reduce(highest, group, why="loss: maximum", op="max")
-        targeted = (wide.gather(-1, local).squeeze(-1) - highest).masked_fill(elsewhere, 0)
-        exponentials = (wide - highest.unsqueeze(-1)).exp_()
-        sums = torch.stack((exponentials.sum(-1), targeted))
-        all_reduce(sums, group, why="loss: sums")
-        trained = targets != IGNORE
-        ctx.save_for_backward(exponentials, sums[0], local, elsewhere, trained)
+        read, loss = _read(logits.to(_wider(logits.dtype)), targets, start, group)
+        ctx.save_for_backward(read.exponentials, read.total, read.local, read.elsewhere, read.trained)
         ctx.dtype, ctx.spent = logits.dtype, False
-        return ((sums[0].log() - sums[1]) * trained).sum()
+        return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        exponentials, total, local, elsewhere, trained = ctx.saved_tensors
         assert not ctx.spent, "a loss goes backward once: its gradient is made where its exponentials were"
         ctx.spent = True
-        weight = (trained * grads[0]).to(total.dtype)
-        gradient = exponentials.mul_((weight / total).unsqueeze(-1))
-        gradient.scatter_add_(-1, local, (-weight).masked_fill(elsewhere, 0).unsqueeze(-1))
-        return gradient.to(ctx.dtype), None, None, None
+        return _Read(*ctx.saved_tensors).gradient(grads[0]).to(ctx.dtype), None, None, None
 
 
 def only(batch: Batch, received: Tensor | None) -> Tensor:
@@ -60,3 +95,161 @@ def cross_entropy(logits: Tensor, targets: Tensor, group: Group, *, start: int) 
     """Sum of the cross entropy of the trained targets: logits [..., V/t] hold vocabulary rows from `start`, targets [...]
     count in the whole vocabulary and may be IGNORE. The same scalar on every rank of the group."""
     return _CrossEntropy.apply(logits.flatten(0, -2), targets.flatten(), start, group)  # type: ignore[no-any-return]
+
+
+class WholeLoss:
+    """The loss of logits that are all there. Those of this rank are the vocabulary's from row `start`; `group` has the
+    rest."""
+
+    def __init__(self, group: Group, start: int) -> None:
+        self._group, self._start = group, start
+
+    def logits(self, output: Tensor) -> Tensor:
+        """Of what the last stage's body gives."""
+        return output
+
+    def share(self, output: Tensor, batch: Batch, inverse_weight: Tensor) -> Tensor:
+        """A microbatch's share of the step's mean loss."""
+        total = cross_entropy(output, batch.targets, self._group, start=self._start)
+        return total * inverse_weight.to(total.dtype)
+
+
+class ChunkedLoss:
+    """The loss of what `head`, a linear layer with this rank's rows, would read. `at_once` says how many of so many
+    tokens each chunk has; `after` is what the model does with each logit after the head (None: nothing); `enter` is asked
+    for what the head reads, so that its gradient is summed over tp. The head's gradients are added by hand."""
+
+    def __init__(
+        self, head: nn.Module, group: Group, start: int, *, at_once: Callable[[int], Sequence[int]],
+        after: Callable[[Tensor], Tensor] | None, enter: Callable[[Tensor], Tensor],
+    ) -> None:  # fmt: skip
+        self._head, self._group, self._start = head, group, start
+        self._at_once, self._after, self._enter = at_once, after, enter
+        self._open: Callable[[nn.Parameter], Tensor] = _nowhere
+        self._ready: Callable[[nn.Parameter], None] = _nobody
+        self.need: Callable[[], None] = _no_one
+        """Called before the head's weight is read in backward."""
+        self.note: Callable[[Tensor], object] = _nobody
+        """Asked for the space of a chunk's logits, for whoever counts what is kept."""
+        self.watch: Callable[[Batch, str, Tensor], None] = _unseen
+        """Shown each chunk's output of the head, and its gradient, in order."""
+
+    def adopt(self, place: Callable[[nn.Parameter], Tensor], ready: Callable[[nn.Parameter], None]) -> None:
+        """The place that a gradient is added to, and who is told that it has all that a microbatch brings from here."""
+        self._open, self._ready = place, ready
+
+    @property
+    def _parameters(self) -> tuple[nn.Parameter, nn.Parameter | None]:
+        return self._head.weight, self._head.bias  # type: ignore[return-value]
+
+    def logits(self, output: Tensor) -> Tensor:
+        """All of them at once: [..., hidden] -> [..., V/t]."""
+        logits = F.linear(output, *self._parameters)
+        return logits if self._after is None else self._after(logits)
+
+    def share(self, output: Tensor, batch: Batch, inverse_weight: Tensor) -> Tensor:
+        """A microbatch's share of the step's mean loss. Where gradients are taken, backward fills it in."""
+        if not torch.is_grad_enabled():
+            return self.over(output, batch, inverse_weight, None)
+        return _Later.apply(self._enter(output), self, batch, inverse_weight)  # type: ignore[no-any-return]
+
+    def over(self, hidden: Tensor, batch: Batch, scale: Tensor, gradient: Tensor | None) -> Tensor:
+        """The sum of the loss over all chunks of `hidden` [..., hidden], times `scale`. With `gradient` it makes that of
+        `hidden` in there, and adds the head's to theirs."""
+        x, goals = hidden.flatten(0, -2), batch.targets.flatten()
+        sizes, wider = list(self._at_once(len(x))), _wider(x.dtype)
+        narrow = x.new_empty(sizes[0], len(self._parameters[0]))
+        wide = narrow if self._after is None and wider == x.dtype else torch.empty_like(narrow, dtype=wider)
+        notes = [self.note(space) for space in dict.fromkeys((narrow, wide))] if gradient is not None else []
+        total, scale = x.new_zeros((), dtype=wider), scale.to(wider)
+        into = [None] * len(sizes) if gradient is None else gradient.flatten(0, -2).split(sizes)
+        for rows, targets, made in zip(x.split(sizes), goals.split(sizes), into, strict=True):
+            spaces = narrow[: len(rows)], wide[: len(rows)]
+            total += self._of_chunk(rows, targets, spaces, batch, scale, made)
+        if gradient is not None:
+            for parameter in self._parameters:
+                if parameter is not None and parameter.requires_grad:
+                    self._ready(parameter)
+        notes.clear()
+        return total * scale
+
+    def _of_chunk(
+        self, rows: Tensor, targets: Tensor, spaces: tuple[Tensor, Tensor], batch: Batch, scale: Tensor,
+        made: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """The loss of a chunk, whose logits are made in `spaces`, in the type of compute and wider. With `made` also the
+        gradients: of `rows` in there."""
+        weight, bias = self._parameters
+        logits = torch.mm(rows, weight.detach().t(), out=spaces[0])
+        if bias is not None:
+            logits += bias.detach()
+        if made is None:
+            finished = logits if self._after is None else self._after(logits)
+            return self._read(finished, targets, spaces[1])[1]
+        self.watch(batch, "output", logits)
+        finished, back = self._finished(logits)
+        read, loss = self._read(finished, targets, spaces[1])
+        gradient = back(read.gradient(scale))
+        self.watch(batch, "output gradient", gradient)
+        self._learn(gradient, rows)
+        torch.mm(gradient, weight.detach(), out=made)
+        return loss
+
+    def _finished(self, logits: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """What the model makes of the head's output, and the way back for its gradient, in the type of compute."""
+        if self._after is None:
+            return logits, lambda gradient: gradient if gradient.dtype == logits.dtype else logits.copy_(gradient)
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            finished = self._after(leaf)
+        return finished.detach(), lambda gradient: torch.autograd.grad(finished, leaf, gradient.to(finished.dtype))[0]
+
+    def _read(self, logits: Tensor, targets: Tensor, wide: Tensor) -> tuple[_Read, Tensor]:
+        if wide.data_ptr() != logits.data_ptr():
+            wide.copy_(logits)
+        return _read(wide, targets, self._start, self._group, out=wide)
+
+    def _learn(self, gradient: Tensor, rows: Tensor) -> None:
+        """Adds a chunk's part to the head's gradients, in the type in which they accumulate."""
+        weight, bias = self._parameters
+        if weight.requires_grad:
+            into = self._open(weight)
+            if into.dtype == gradient.dtype:
+                into.addmm_(gradient.t(), rows)
+            else:
+                into.add_(gradient.t() @ rows)
+        if bias is not None and bias.requires_grad:
+            self._open(bias).add_(gradient.sum(0))
+
+
+class _Later(Function):
+    """The loss of a chunked microbatch: what backward makes is put into what forward gave."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, loss: ChunkedLoss, batch: Batch, inverse_weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.loss, ctx.batch, ctx.inverse_weight = loss, batch, inverse_weight
+        share = hidden.new_zeros((), dtype=_wider(hidden.dtype))
+        ctx.share = share.detach()
+        return share
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (hidden,) = ctx.saved_tensors
+        ctx.loss.need()
+        gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        ctx.share.copy_(ctx.loss.over(hidden, ctx.batch, ctx.inverse_weight * grads[0], gradient))
+        return gradient, None, None, None
+
+
+def _nobody(tensor: Tensor) -> None: ...
+
+
+def _no_one() -> None: ...
+
+
+def _unseen(batch: Batch, quantity: str, tensor: Tensor) -> None: ...
+
+
+def _nowhere(parameter: nn.Parameter) -> Tensor:
+    raise RuntimeError("no place for gradients has been given")

@@ -54,7 +54,9 @@ class Stage(Protocol):
 
     def forward(self, batch: Batch, received: Tensor | None) -> Tensor: ...
 
-    def loss(self, logits: Tensor, batch: Batch, inverse_weight: Tensor) -> Tensor: ...
+    def logits(self, output: Tensor) -> Tensor: ...
+
+    def loss(self, output: Tensor, batch: Batch, inverse_weight: Tensor) -> Tensor: ...
 
 
 class GradSink(Protocol):
@@ -117,7 +119,7 @@ class Pipeline:
         self._arriving: dict[tuple[str, int, int], Handle] = {}
         self._sent: list[Handle] = []
         self.logits: dict[int, Tensor] = {}
-        self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._losses: list[Tensor] = []
         self._posted, self._called = 0, 0
         self._post_receives(self._ahead)
         for action in self._row:
@@ -126,7 +128,11 @@ class Pipeline:
             self.clock.mark(action, since)
         for handle in self._sent:
             handle.wait()
-        return self._loss
+        # Not before: in chunks the loss of a microbatch is known when its backward has run.
+        loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        for share in self._losses:
+            loss += share
+        return loss
 
     def _forward(self, stage: int, m: int) -> None:
         batch, key, before = self._microbatches[m], (stage, m), self.schedule.before(stage)
@@ -139,10 +145,10 @@ class Pipeline:
         output = part.forward(batch, received)
         if part.is_last:
             if self._inverse_weight is None:
-                self.logits[m] = output
+                self.logits[m] = part.logits(output)
                 return
             output = part.loss(output, batch, self._inverse_weight)
-            self._loss += output.detach()
+            self._losses.append(output.detach())
         else:
             self._given[key] = output.detach()
         if self._trains:

@@ -11,7 +11,7 @@ has parameters get their gradients in I. Qi et al., "Zero Bubble Pipeline Parall
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,14 +59,14 @@ class WeightGradients:
         self._owed: list[Product] = []
         self._later: dict[int, list[Product]] = {}
         self._anchor = torch.zeros((), requires_grad=True)
-        self._gradients: Mapping[nn.Parameter, Tensor] = {}
+        self._open: Callable[[nn.Parameter], Tensor] = _nowhere
         self._ready: Callable[[nn.Parameter], None] = _nobody
         self.note: Callable[[Tensor], object] = _nobody
         """Asked for each tensor that is kept between the two halves, for whoever counts them."""
 
-    def adopt(self, gradients: Mapping[nn.Parameter, Tensor], ready: Callable[[nn.Parameter], None]) -> None:
-        """Where gradients go, and who is told that one has all that a microbatch brings from here."""
-        self._gradients, self._ready = gradients, ready
+    def adopt(self, place: Callable[[nn.Parameter], Tensor], ready: Callable[[nn.Parameter], None]) -> None:
+        """The place that a gradient is added to, and who is told that it has all that a microbatch brings from here."""
+        self._open, self._ready = place, ready
 
     def put_off(self, module: nn.Module, *, transposed: bool) -> None:
         """Replaces the forward of a linear layer, whose weight is [in, out] when `transposed`."""
@@ -105,15 +105,19 @@ class WeightGradients:
         for product in products:
             x, dy = product.x.flatten(0, -2), product.dy.flatten(0, -2)
             if product.weight.requires_grad:
-                _add_product(self._gradients[product.weight], *((x, dy) if product.transposed else (dy, x)))
+                _add_product(self._open(product.weight), *((x, dy) if product.transposed else (dy, x)))
             if product.bias is not None and product.bias.requires_grad:
-                self._gradients[product.bias].add_(dy.sum(0))
+                self._open(product.bias).add_(dy.sum(0))
             for parameter in (product.weight, product.bias):
                 if parameter is not None and parameter.requires_grad and last[parameter] is product:
                     self._ready(parameter)
 
 
 def _nobody(tensor: Tensor) -> None: ...
+
+
+def _nowhere(parameter: nn.Parameter) -> Tensor:
+    raise RuntimeError("no place for gradients has been given")
 
 
 def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:

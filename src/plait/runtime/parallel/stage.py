@@ -11,7 +11,14 @@ from torch import Tensor
 from ..batch import Batch
 
 Body = Callable[[Batch, Tensor | None], Tensor]
-Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Loss(Protocol):
+    """What the last stage makes of what its body gives (parallel/loss.py)."""
+
+    def logits(self, output: Tensor) -> Tensor: ...
+
+    def share(self, output: Tensor, batch: Batch, inverse_weight: Tensor) -> Tensor: ...
 
 
 class WeightGradients(Protocol):
@@ -25,7 +32,7 @@ class WeightGradients(Protocol):
 
 
 class Stage:
-    """`forward(batch, received)`; on the last stage `loss(logits, targets)` gives a sum over the trained targets."""
+    """`forward(batch, received)`; on the last stage also `loss`, and `logits` for whoever wants those."""
 
     def __init__(self, body: Body, loss: Loss | None, weight_gradients: WeightGradients | None = None) -> None:
         self._body = body
@@ -39,8 +46,12 @@ class Stage:
     def forward(self, batch: Batch, received: Tensor | None) -> Tensor:
         return self._body(batch, received)
 
-    def loss(self, logits: Tensor, batch: Batch, inverse_weight: Tensor) -> Tensor:
-        """This microbatch's share of the step's mean loss."""
+    def logits(self, output: Tensor) -> Tensor:
+        """Of what `forward` gave."""
         assert self._loss is not None
-        total = self._loss(logits, batch.targets)
-        return total * inverse_weight.to(total.dtype)
+        return self._loss.logits(output)
+
+    def loss(self, output: Tensor, batch: Batch, inverse_weight: Tensor) -> Tensor:
+        """This microbatch's share of the step's mean loss; it may be known no sooner than its backward has run."""
+        assert self._loss is not None
+        return self._loss.share(output, batch, inverse_weight)

@@ -48,17 +48,17 @@ class _Held:
 
 class Shares:
     """The `GradSink` of ZeRO, and the home of the weights. `units` are this rank's, in the order in which backward
-    finishes them; `group` are those that share, `rest` what gradients of shares are summed over besides. `parts`
-    and `added` are as for data parallelism. With `each` gradients are summed after every microbatch. `whole` says where a
-    unit is whole when it is (ZeRO-3); None: here, and always."""
+    finishes them; `group` are those that share, `rest` what gradients of shares are summed over besides. `parts` are
+    as for data parallelism. With `each` gradients are summed after every microbatch. `whole` says where a unit is whole
+    when it is (ZeRO-3); None: here, and always."""
 
     def __init__(
         self, units: Sequence[Unit], group: Group, rest: Mapping[tuple[str, ...], Group], compute: torch.dtype,
-        accumulate: torch.dtype, device: torch.device, parts: Mapping[str, int], *, added: bool, each: bool,
+        accumulate: torch.dtype, device: torch.device, parts: Mapping[str, int], *, each: bool,
         whole: Callable[[Unit], Tensor] | None,
     ) -> None:  # fmt: skip
         self._group, self._rest, self._whole = group, rest, whole
-        self._parts, self._added, self._each = parts, added, each
+        self._parts, self._each = parts, each
         largest = max((unit.padded for unit in units), default=0)
         self._space = [torch.empty(largest, dtype=accumulate, device=device) for _ in range(min(IN_FLIGHT, len(units)))]
         self._gradient_slots: dict[Slot, Tensor] = {}
@@ -148,11 +148,6 @@ class Shares:
     # --- gradients
 
     @property
-    def into(self) -> dict[nn.Parameter, Tensor]:
-        """Where a gradient is added from outside of autograd."""
-        return {parameter: view for held in self._held for parameter, view in held.parameters.items()}
-
-    @property
     def bytes(self) -> int:
         """Of the gradients, whole and shares."""
         slots = self._gradient_slots.values()
@@ -190,10 +185,7 @@ class Shares:
         for held in self._held:
             held.any_summed = False
             held.missing = sum(self._parts.get(name, 1) for name in held.unit.names)
-            if self._added:
-                held.full.zero_()
-            else:
-                self._clear(held)
+            self._clear(held)
         self._open: deque[_Held] = deque()
         self._next = 0
         self._begun = False
@@ -217,8 +209,6 @@ class Shares:
                 p.grad = view if same else None
             self.ready(parameter)
 
-        if same and self._added:
-            parameter.grad = view
         parameter.register_post_accumulate_grad_hook(accumulated)
 
     def _claim(self, held: _Held) -> None:
@@ -229,6 +219,17 @@ class Shares:
             self._start()
         while former is not None and former.handle is not None:
             self._close()
+
+    def open(self, parameter: nn.Parameter) -> Tensor:
+        """Where a part of this gradient is added from outside of autograd: zero before the first."""
+        held = self._mine[parameter]
+        view = held.parameters[parameter]
+        if parameter in self._untouched:
+            self._claim(held)
+            view.zero_()
+            parameter.grad = view if parameter.dtype == view.dtype else None
+            self._untouched.discard(parameter)
+        return view
 
     def ready(self, parameter: nn.Parameter) -> None:
         """A part of this gradient is complete for this microbatch; when all of a unit's are, their sum may start."""

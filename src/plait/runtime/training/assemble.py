@@ -19,7 +19,7 @@ from ...design.sharding import Parameter, Sharding, buckets, shard
 from ...design.styles import style
 from ...design.table import settled, table
 from .. import sequential
-from ..comm.world import Group, World
+from ..comm.world import World
 from ..hf.read import Model, read
 from ..hf.stage_model import StageModel, transposed
 from ..parallel import loss, tensor
@@ -65,10 +65,9 @@ def build(
 
     # The modules of each stage here, without memory; then each module gets its slices, where weights live: where they
     # are, or with ZeRO in units, of which dp ranks have shares, whole for as long as they are at work.
-    tp = world.group("tp")
-    shared = tensor.SharedInput(tp)
+    shared = tensor.SharedInput(world.group("tp"))
     bodies, owed, parts = _bodies(plan, trained, sharding, world, shared, dtype, splits=computed.splits)
-    gathering, shares = _shares(plan, sharding, world, dtype, accumulate, parts, splits=computed.splits)
+    gathering, shares = _shares(plan, sharding, world, dtype, accumulate, parts)
     kept: dict[str, nn.Parameter] = {}
     for body in bodies.values():
         home = None if shares is None else shares.home
@@ -81,18 +80,12 @@ def build(
     # What backward computes again: around whatever was put into the modules before.
     recomputing = _recompute(plan, bodies)
 
-    # plait owns the loss: it reads the head's cut logits, also where they are sent to a stage that has nothing else.
-    start, over = 0, world.alone
-    if plan.tp > 1:
-        head = sharding.parameter(trained.facts.head_weight.name)
-        start, over = _first_row(head, world), tp if head.first.compute.cut_axes else world.alone
-
-    def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
-        return loss.cross_entropy(logits, targets, over, start=start)
-
+    # plait owns the loss: it reads the head's cut logits, also where they are sent to a stage that has nothing else, or
+    # makes them itself, some at a time.
+    owned_loss = _loss(plan, trained, sharding, world, bodies, shared) if plan.loss_stage in numbers else None
     stages = {
         number: Stage(
-            bodies[number].forward if number in bodies else loss.only, summed_loss if number == plan.loss_stage else None,
+            bodies[number].forward if number in bodies else loss.only, owned_loss if number == plan.loss_stage else None,
             owed.get(number),
         )
         for number in numbers
@@ -101,14 +94,19 @@ def build(
     # Where gradients go: to buckets, which are summed over dp while backward goes on, or to their units.
     sink: Buckets | Shares
     if shares is None:
-        sink = _buckets(plan, held, world, parameters, accumulate, parts, splits=computed.splits)
+        sink = _buckets(plan, held, world, parameters, accumulate, parts)
     else:
         sink = shares
         shares.adopt(parameters)
         if gathering is not None:
             _gather_for(gathering, shares, sharding, world, bodies)
-    for gradients in owed.values():
-        gradients.adopt(sink.into, sink.ready)
+    chunked = [owned_loss] if isinstance(owned_loss, loss.ChunkedLoss) else []
+    by_hand: list[WeightGradients | loss.ChunkedLoss] = [*owed.values(), *chunked]
+    for gradients in by_hand:
+        gradients.adopt(sink.open, sink.ready)
+    if chunked and gathering is not None:
+        unit = sharding.unit_of(trained.facts.head_weight.name, world.rank)
+        chunked[0].need = partial(gathering.need, unit)
 
     # A tied weight has one owner; the optimizer updates what this rank owns; the pipeline carries out the table.
     tied = TiedWeights(sharding.parameters, world.group("pp"), sink.gradients, sink.weights)
@@ -127,7 +125,7 @@ def build(
         bodies=bodies, parameters=parameters, stages=stages, pipeline=pipeline(schedule, clock),
         forward=pipeline(_forwards(plan, 1), Clock(world.device)),
         evaluation=pipeline(_forwards(plan, plan.microbatches), Clock(world.device)), forget=shared,
-        gathering=gathering, recomputing=recomputing, steps=steps,
+        gathering=gathering, recomputing=recomputing, chunked=chunked[0] if chunked else None, steps=steps,
     )  # fmt: skip
 
 
@@ -161,7 +159,10 @@ def _body(plan: Plan, model: Trained, sharding: Sharding, world: World, stage: i
     """The modules of a stage, without memory."""
     if isinstance(model, SequentialModel):
         return SequentialStage(model, *stage_blocks(plan, model.facts)[stage], dtype)
-    return StageModel(model, sharding, world.rank, stage, dtype, seed=plan.seed, attention=plan.attention)
+    return StageModel(
+        model, sharding, world.rank, stage, dtype, seed=plan.seed, attention=plan.attention,
+        stops=plan.chunks_loss and stage == plan.loss_stage,
+    )  # fmt: skip
 
 
 def _bodies(
@@ -178,16 +179,13 @@ def _bodies(
         body = bodies[number] = _body(plan, model, sharding, world, number, dtype)
         if splits:
             owed[number] = WeightGradients()
-        later = _replace_forwards(
-            model, body, sharding, world, world.group("tp"), shared, number, owed.get(number)
-        )  # fmt: skip
+        later = _replace_forwards(plan, model, body, sharding, world, shared, number, owed.get(number))
         parts += _parts(sharding, number, later)
     return bodies, owed, parts
 
 
 def _shares(
-    plan: Plan, sharding: Sharding, world: World, compute: torch.dtype, accumulate: torch.dtype, parts: Counter[str], *,
-    splits: bool,
+    plan: Plan, sharding: Sharding, world: World, compute: torch.dtype, accumulate: torch.dtype, parts: Counter[str]
 ) -> tuple[Gathering | None, Shares | None]:  # fmt: skip
     """ZeRO's homes of weights and gradients."""
     if not sharding.zero:
@@ -199,9 +197,29 @@ def _shares(
         gathering = Gathering(units, group, compute, world.device, kept=plan.keeps_gathered)
     rest = {unit.rest: world.group(*unit.rest) for unit in units if unit.rest}
     return gathering, Shares(
-        units, group, rest, compute, accumulate, world.device, parts, added=splits,
-        each=plan.reduces_each_microbatch, whole=None if gathering is None else gathering.place,
+        units, group, rest, compute, accumulate, world.device, parts, each=plan.reduces_each_microbatch,
+        whole=None if gathering is None else gathering.place,
     )  # fmt: skip
+
+
+def _loss(
+    plan: Plan, model: Trained, sharding: Sharding, world: World, bodies: Mapping[int, Body], shared: tensor.SharedInput
+) -> loss.WholeLoss | loss.ChunkedLoss:  # fmt: skip
+    start, over = 0, world.alone
+    if plan.tp > 1:
+        head = sharding.parameter(model.facts.head_weight.name)
+        start, over = _first_row(head, world), world.group("tp") if head.first.compute.cut_axes else world.alone
+    body = bodies.get(plan.loss_stage)
+    if not plan.chunks_loss or not isinstance(body, StageModel):
+        return loss.WholeLoss(over, start)
+    return loss.ChunkedLoss(
+        body.module.get_submodule(model.facts.head), over, start, at_once=plan.tokens_at_once,
+        after=body.after_head if body.after_head.steps else None, enter=shared if over.size > 1 else _as_it_is,
+    )  # fmt: skip
+
+
+def _as_it_is(hidden: Tensor) -> Tensor:
+    return hidden
 
 
 def _recompute(plan: Plan, bodies: Mapping[int, Body]) -> dict[int, Recompute]:
@@ -218,13 +236,13 @@ def _recompute(plan: Plan, bodies: Mapping[int, Body]) -> dict[int, Recompute]:
 
 def _buckets(
     plan: Plan, held: tuple[Parameter, ...], world: World, parameters: Mapping[str, nn.Parameter],
-    accumulate: torch.dtype, parts: Counter[str], *, splits: bool,
+    accumulate: torch.dtype, parts: Counter[str],
 ) -> Buckets:  # fmt: skip
     item = torch.empty((), dtype=accumulate).element_size()
     grouped = buckets(held, plan.mesh, world.rank, plan.bucket_bytes, item)
     groups = {one.first.summed_over: world.group(*one.first.summed_over) for one in held}
     of_stage = [bucket[0].first.stages_at(world.coordinate["pp"])[0] for bucket in grouped]
-    return Buckets(grouped, of_stage, parameters, groups, accumulate, parts, added=splits)
+    return Buckets(grouped, of_stage, parameters, groups, accumulate, parts)
 
 
 def _forwards(plan: Plan, microbatches: int) -> Schedule:
@@ -235,17 +253,20 @@ def _forwards(plan: Plan, microbatches: int) -> Schedule:
 
 
 def _replace_forwards(
-    model: Trained, body: Body, sharding: Sharding, world: World, group: Group, shared: tensor.SharedInput,
-    stage: int, owed: WeightGradients | None,
+    plan: Plan, model: Trained, body: Body, sharding: Sharding, world: World, shared: tensor.SharedInput, stage: int,
+    owed: WeightGradients | None,
 ) -> set[str]:  # fmt: skip
     """Splits the layers of a stage over tp, and puts off the weight gradients of linear layers where backward is split:
-    the names of those modules."""
-    done, later = set[str](), set[str]()
+    the names of the modules whose gradients do not come by autograd."""
+    done, later, group = set[str](), set[str](), world.group("tp")
     for parameter in sharding.on_stage(stage):
         for place, name in parameter.first.uses:
             if place != stage or name in done:
                 continue
             done.add(name)
+            if plan.chunks_loss and name == model.facts.head:  # the loss multiplies by its weight
+                later.add(name)
+                continue
             module = body.module.get_submodule(name)
             named = model.facts.styles[name]
             row = style(named, name) if named is not None and group.size > 1 else None
@@ -263,8 +284,8 @@ def _replace_forwards(
 
 
 def _parts(sharding: Sharding, stage: int, later: set[str]) -> Counter[str]:
-    """In how many parts each parameter's gradient comes from a microbatch of the stage: by autograd, and from the layers
-    whose products are put off."""
+    """In how many parts each parameter's gradient comes from a microbatch of the stage: by autograd, and from the modules
+    where it does not."""
     found = Counter[str]()
     for parameter in sharding.on_stage(stage):
         here = {name in later for place, name in parameter.first.uses if place == stage}

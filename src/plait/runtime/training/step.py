@@ -24,6 +24,7 @@ from ..hf.stage_model import StageModel
 from ..parallel.clock import Clock
 from ..parallel.data import Buckets
 from ..parallel.gathering import Gathering
+from ..parallel.loss import ChunkedLoss
 from ..parallel.pipeline import Pipeline
 from ..parallel.recompute import Recompute
 from ..parallel.stage import Stage
@@ -76,7 +77,8 @@ class Run:
         optimizer: Optimizer, tied: TiedWeights, clock: Clock, bodies: Mapping[int, Body],
         parameters: Mapping[str, nn.Parameter], stages: Mapping[int, Stage], pipeline: Pipeline, forward: Pipeline,
         evaluation: Pipeline, forget: SharedInput, gathering: Gathering | None = None,
-        recomputing: Mapping[int, Recompute] | None = None, steps: int | None = None,
+        recomputing: Mapping[int, Recompute] | None = None, chunked: ChunkedLoss | None = None,
+        steps: int | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.world, self.model, self.sharding = plan, world, model, sharding
         self.bodies, self.stages = bodies, stages
@@ -86,6 +88,8 @@ class Run:
         self.sink, self.optimizer, self.tied, self.gathering = sink, optimizer, tied, gathering
         self.recomputing = recomputing or {}
         """By the number of the stage, where backward computes anything again."""
+        self.chunked = chunked
+        """The loss, where it is here and goes over its logits in chunks."""
         self.steps = steps or plan.steps
         self.done = 0
         self.forward_pipeline, self.evaluation_pipeline = forward, evaluation

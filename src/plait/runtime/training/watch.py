@@ -48,6 +48,7 @@ class Watch:
             held = (*self._run.parameters.values(), *(part.tokens for part in parts))
             owed = [stage.weight_gradients for stage in self._run.stages.values() if stage.weight_gradients is not None]
             keepers: list[Keeper] = [*owed, *self._run.recomputing.values()]
+            keepers += [self._run.chunked] if self._run.chunked is not None else []
             with counted(held, keepers) if first else nullcontext() as kept:
                 yield batch
             if kept is not None:
