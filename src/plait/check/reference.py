@@ -33,7 +33,7 @@ from .record import Recorder, watched
 from .rounding import DISTURBED, Rounding, disturb, largest, wide_bounds, wide_slack
 from .wide import wide
 
-TYPES = {"wide": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+TYPES = {"wide": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def computing(numerics: str) -> AbstractContextManager[object]:

@@ -81,14 +81,18 @@ def _note_message(
     return group.board, mark, channel
 
 
-def all_reduce(x: Tensor, group: Group, *, why: str, op: str = "sum", wait: bool = True) -> Handle:
-    """x becomes the sum (or maximum) of the group's x, the same bits on every rank."""
+def all_reduce(
+    x: Tensor, group: Group, *, why: str, op: str = "sum", wait: bool = True, through: Tensor | None = None
+) -> Handle:  # fmt: skip
+    """x becomes the sum (or maximum) of the group's x, the same bits on every rank. `through` is as large, of another
+    type: there it is summed, and x is read at once and written when the handle is waited for."""
     if group.handle is None:
         return DONE
+    into, x = x, x if through is None else through.copy_(x)
     place = _note(x, group, "all_reduce", why, x.numel() * x.element_size(), _NAMES[op])
     since = group.ledger.now()
     work = dist.all_reduce(x, _OPERATIONS[op], group=group.handle, async_op=True)
-    handle = Handle(work, x, place)
+    handle = Handle(work, x, place, after=None if through is None else lambda: into.copy_(x))
     if wait:
         handle.wait()
         group.ledger.waited(group.axis, why, since)
@@ -119,23 +123,29 @@ def gather_shares(whole: Tensor, share: Tensor, group: Group, *, why: str) -> Ha
     return Handle(work, whole, place)
 
 
-def reduce_scatter(x: Tensor, share: Tensor, group: Group, space: Tensor, *, why: str, add: bool) -> Handle:
+def reduce_scatter(
+    x: Tensor, share: Tensor, group: Group, space: Tensor, *, why: str, add: bool, through: Tensor | None = None
+) -> Handle:  # fmt: skip
     """Starts the sum of everyone's x, of which each rank gets its share: written to `share`, or with `add` added to it,
     when the handle is waited for. `space` is as large as x, and both are in use until then; `share` may be this rank's
-    place in x. On Gloo everyone's pieces are exchanged and summed here, in the order of the group: its own reduce_scatter
+    place in x. `through` is as large, too, and of the type of `space`: in it the sum is made, where x has another. On Gloo everyone's pieces are exchanged and summed here, in the order of the group: its own reduce_scatter
     moves as many bytes as an all_reduce."""
     if group.handle is None:
         (share.add_ if add else share.copy_)(x)
         return DONE
+    if through is not None:
+        x = through.copy_(x)
     place = _note(x, group, "reduce_scatter", why, x.numel() * x.element_size())
     if by_tag(group):
         work = dist.all_to_all_single(space, x, group=group.handle, async_op=True)
         pieces = space.view(group.size, -1)
-        summed = (lambda: share.add_(pieces.sum(0))) if add else lambda: torch.sum(pieces, 0, out=share)
-        return Handle(work, x, place, after=summed)
-    into = space[: share.numel()] if add else share
+        if share.dtype == x.dtype and not add:
+            return Handle(work, x, place, after=lambda: torch.sum(pieces, 0, out=share))
+        return Handle(work, x, place, after=lambda: (share.add_ if add else share.copy_)(pieces.sum(0)))
+    in_place = share.dtype == x.dtype and not add
+    into = share if in_place else space[: share.numel()]
     work = _SCATTER(into, x, group=group.handle, async_op=True)
-    return Handle(work, x, place, after=(lambda: share.add_(into)) if add else None)
+    return Handle(work, x, place, after=None if in_place else lambda: (share.add_ if add else share.copy_)(into))
 
 
 def send(x: Tensor, to: int, group: Group, *, why: str, tag: int) -> Handle:

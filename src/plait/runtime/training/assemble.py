@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from posixpath import commonpath
@@ -36,7 +36,7 @@ from ..sequential import SequentialModel, SequentialStage
 from .optimizer import Optimizer
 from .step import Body, Run, Trained
 
-COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build(
@@ -50,8 +50,8 @@ def build(
     plan = settled(plan, trained.facts)
     if plan.epochs and steps is None:
         raise PlanError(f"The plan counts epochs ({plan.epochs}): pass build(..., steps=batches.steps_total) as well.")
-    dtype = torch.float64 if wide else COMPUTE[plan.compute]
-    accumulate = torch.float64 if wide else torch.float32
+    types = [torch.float64 if wide else TYPES[name] for name in (plan.compute, plan.accumulates, plan.reduces)]
+    dtype = types[0]
 
     # Who holds what, and who does what when; the table is proven before it is used.
     sharding = shard(trained.facts, plan)
@@ -68,7 +68,7 @@ def build(
     tp = world.group("tp")
     shared = tensor.SharedInput(tp)
     bodies, owed, parts = _bodies(plan, trained, sharding, world, shared, dtype, splits=computed.splits)
-    gathering, shares = _shares(plan, sharding, world, dtype, accumulate, parts, splits=computed.splits)
+    gathering, shares = _shares(plan, sharding, world, types, parts, splits=computed.splits)
     kept: dict[str, nn.Parameter] = {}
     for body in bodies.values():
         home = None if shares is None else shares.home
@@ -101,7 +101,7 @@ def build(
     # Where gradients go: to buckets, which are summed over dp while backward goes on, or to their units.
     sink: Buckets | Shares
     if shares is None:
-        sink = _buckets(plan, held, world, parameters, accumulate, parts, splits=computed.splits)
+        sink = _buckets(plan, held, world, parameters, types, parts, splits=computed.splits)
     else:
         sink = shares
         shares.adopt(parameters)
@@ -151,7 +151,7 @@ def _gather_for(
 def model_of(plan: Plan, model: Model | nn.Sequential | None, *, wide: bool = False) -> Trained:
     """The model that is trained, which the plan fits: the one given, or the plan's."""
     if isinstance(model, nn.Sequential):
-        return sequential.read(model, plan, torch.float64 if wide else COMPUTE[plan.compute])
+        return sequential.read(model, plan, torch.float64 if wide else TYPES[plan.compute])
     model = model or read(plan.model)
     validate(plan, model.facts)
     return model
@@ -186,20 +186,19 @@ def _bodies(
 
 
 def _shares(
-    plan: Plan, sharding: Sharding, world: World, compute: torch.dtype, accumulate: torch.dtype, parts: Counter[str], *,
-    splits: bool,
+    plan: Plan, sharding: Sharding, world: World, types: Sequence[torch.dtype], parts: Counter[str], *, splits: bool
 ) -> tuple[Gathering | None, Shares | None]:  # fmt: skip
-    """ZeRO's homes of weights and gradients."""
+    """ZeRO's homes of weights and gradients; `types` are those of compute, of gradients and of their sums over ranks."""
     if not sharding.zero:
         return None, None
     units = sharding.units(world.rank)
     group = world.group("dp" if plan.replicas == 1 else "shard")
     gathering = None
     if sharding.zero == 3:
-        gathering = Gathering(units, group, compute, world.device, kept=plan.keeps_gathered)
+        gathering = Gathering(units, group, types[0], world.device, kept=plan.keeps_gathered)
     rest = {unit.rest: world.group(*unit.rest) for unit in units if unit.rest}
     return gathering, Shares(
-        units, group, rest, compute, accumulate, world.device, parts, added=splits,
+        units, group, rest, *types, world.device, parts, added=splits,
         each=plan.reduces_each_microbatch, whole=None if gathering is None else gathering.place,
     )  # fmt: skip
 
@@ -218,13 +217,13 @@ def _recompute(plan: Plan, bodies: Mapping[int, Body]) -> dict[int, Recompute]:
 
 def _buckets(
     plan: Plan, held: tuple[Parameter, ...], world: World, parameters: Mapping[str, nn.Parameter],
-    accumulate: torch.dtype, parts: Counter[str], *, splits: bool,
+    types: Sequence[torch.dtype], parts: Counter[str], *, splits: bool,
 ) -> Buckets:  # fmt: skip
-    item = torch.empty((), dtype=accumulate).element_size()
-    grouped = buckets(held, plan.mesh, world.rank, plan.bucket_bytes, item)
+    _, accumulate, reduce = types
+    grouped = buckets(held, plan.mesh, world.rank, plan.bucket_bytes, reduce.itemsize)
     groups = {one.first.summed_over: world.group(*one.first.summed_over) for one in held}
     of_stage = [bucket[0].first.stages_at(world.coordinate["pp"])[0] for bucket in grouped]
-    return Buckets(grouped, of_stage, parameters, groups, accumulate, parts, added=splits)
+    return Buckets(grouped, of_stage, parameters, groups, accumulate, reduce, parts, added=splits)
 
 
 def _forwards(plan: Plan, microbatches: int) -> Schedule:
