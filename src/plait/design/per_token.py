@@ -36,6 +36,7 @@ from .precision import ELEMENT, WIDE
 from .sharding import Sharding
 from .styles import STYLES
 
+
 def operations(plan: Plan, facts: ModelFacts, stage: int) -> tuple[int, int, int]:
     """(forward, backward of the input, backward of the weights) of one token on `stage`."""
     start, stop = stage_blocks(plan, facts)[stage]

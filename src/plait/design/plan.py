@@ -111,9 +111,11 @@ class Plan(BaseModel):
     )
     loss_scale: str = Field(
         "auto",
-        description="What the loss is multiplied by before backward: a number, or dynamic; auto: dynamic in fp16, else 1.",
+        description="What the loss is multiplied by for backward: a number, or dynamic; auto: dynamic in fp16, else 1.",
     )
-    initial_loss_scale: float = Field(2.0**16, ge=1, le=2.0**24, description="dynamic: the loss scale of the first step.")
+    initial_loss_scale: float = Field(
+        2.0**16, ge=1, le=2.0**24, description="dynamic: the loss scale of the first step."
+    )
     loss_scale_window: int = Field(
         2000, ge=1, description="dynamic: steps in a row without overflow after which the loss scale doubles."
     )

@@ -24,7 +24,7 @@ BITS = {"fp32": 24, "bf16": 8, "fp16": 11}
 
 def kept(plan: Plan) -> list[tuple[str, str, int]]:
     """(what, type, bytes a parameter) of a rank that shares nothing."""
-    rows = [("weights", plan.compute, ELEMENT[plan.compute])]
+    rows: list[tuple[str, str, int]] = [("weights", plan.compute, ELEMENT[plan.compute])]
     if ELEMENT[plan.compute] < WIDE:
         rows.append(("master weights", "fp32", WIDE))
     rows.append(("gradients", plan.accumulates, ELEMENT[plan.accumulates]))

@@ -173,7 +173,10 @@ def scale_is_for_fp16(plan: Plan, facts: ModelFacts) -> str | None:
             f"loss_scale dynamic follows what overflows in fp16, but compute is {plan.compute}, which reaches 3e38: set "
             "loss_scale auto, or compute fp16."
         )
-    for field, value in (("initial_loss_scale", plan.initial_loss_scale), ("loss_scale_window", plan.loss_scale_window)):
+    for field, value in (
+        ("initial_loss_scale", plan.initial_loss_scale),
+        ("loss_scale_window", plan.loss_scale_window),
+    ):
         if not plan.scales_dynamically and value != Plan.model_fields[field].default:
             other = "set loss_scale dynamic" if plan.skips else "set compute fp16"
             way = f"leave it {Plan.model_fields[field].default:g}, or {other}"

@@ -18,8 +18,8 @@ These equal what a run holds, to the byte. Activations are what each token leave
 tokens of each microbatch, added up as the schedule has them alive on the rank. Where backward is split, `deferred` lives
 on until the backward of the weights, and the gradient that a stage gets (`arriving`) is kept while all its activations
 still are. Left out: the masks of packed documents, tensors on their way between stages, what a kernel needs while it
-runs, a gradient of compute before it is added to its bucket, an fp32 one of a tensor that is updated, what an allocator rounds up, and the process itself (interpreter,
-libraries, CUDA's context).
+runs, a gradient of compute before it is added to its bucket, the fp32 gradient of the one tensor that is updated where
+they are kept in less, what an allocator rounds up, and the process itself (interpreter, libraries, CUDA's context).
 """
 
 from __future__ import annotations

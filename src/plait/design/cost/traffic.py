@@ -8,9 +8,9 @@ microbatches, e bytes of an element of compute.
          embedding, head   one sum forward, one backward, of b s h e
          loss              two sums of b s (the maximum), 2 b s (sum of exponentials, target's logit), in fp32
     pp   each boundary     b s h e forward and as much backward, m times (b s V / t e before a loss that is elsewhere)
-    dp   each stage        its gradients in the type of their sums, once a step (what works on heads over tp as well: dp.tp)
+    dp   each stage        its gradients, once a step, in the type of their sums (what works on heads: over dp.tp)
          with ZeRO         each unit's gradients scattered in sums, its weights gathered (unit.py), the padding counted
-    pp   a tied weight     its gradient, in the type in which it is kept, to the stage that owns it, the new weight back, once a step
+    pp   a tied weight     its gradient, as it is kept, to the stage that owns it, the new weight back, once a step
     all  the count of target tokens, then the loss with the squared gradient norm
 """
 
@@ -30,6 +30,7 @@ from ..sharding import Sharding, buckets, needed, shard
 from ..styles import style
 from ..table import table
 from ..unit import gathers
+
 
 def traffic(plan: Plan, facts: ModelFacts, *, wide: bool = False) -> list[Traffic]:
     """One row per (rank, axis, why, operation) for one step; `wide` counts fp64 throughout, as the checker runs."""

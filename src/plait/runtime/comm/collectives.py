@@ -128,8 +128,9 @@ def reduce_scatter(
 ) -> Handle:  # fmt: skip
     """Starts the sum of everyone's x, of which each rank gets its share: written to `share`, or with `add` added to it,
     when the handle is waited for. `space` is as large as x, and both are in use until then; `share` may be this rank's
-    place in x. `through` is as large, too, and of the type of `space`: in it the sum is made, where x has another. On Gloo everyone's pieces are exchanged and summed here, in the order of the group: its own reduce_scatter
-    moves as many bytes as an all_reduce."""
+    place in x. `through` is as large, too, and of the type of `space`: in it the sum is made, where x has another. On
+    Gloo everyone's pieces are exchanged and summed here, in the order of the group: its own reduce_scatter moves as many
+    bytes as an all_reduce."""
     if group.handle is None:
         (share.add_ if add else share.copy_)(x)
         return DONE

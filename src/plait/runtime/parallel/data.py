@@ -3,11 +3,11 @@
     buffers   [ head | norm | block 7 ][ block 6 | block 5 ] ...     in the order in which backward finishes them
     backward of the last microbatch:  ready ready ready -> sum of bucket 0 starts, backward goes on into block 6
 
-Each gradient is a view of its bucket: the first of a step is copied there, further ones are added in place (bf16 ones to
-their fp32 view). Where sums over ranks are made in another type, a bucket is copied into one of that type when it leaves,
-and back when it is summed. Buckets leave in one fixed order, the same on every rank, so that collectives always meet; a parameter
-that got no gradient counts as zero when its bucket leaves. Which parameters share a bucket is decided in
-design/sharding.py. Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.
+Each gradient is a view of its bucket: the first of a step is copied there, further ones are added in place (those of a
+narrower type to their view). Where sums over ranks are made in another type, a bucket is copied into one of that type
+when it leaves, and back when it is summed. Buckets leave in one fixed order, the same on every rank, so that collectives
+always meet; a parameter that got no gradient counts as zero when its bucket leaves. Which parameters share a bucket is
+decided in design/sharding.py. Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Buckets:
 
     def __init__(
         self, buckets: Sequence[tuple[Parameter, ...]], stages: Sequence[int], parameters: Mapping[str, nn.Parameter],
-        groups: Mapping[tuple[str, ...], Group], dtype: torch.dtype, reduce: torch.dtype, parts: Mapping[str, int], *, added: bool,
+        groups: Mapping[tuple[str, ...], Group], dtype: torch.dtype, reduce: torch.dtype, parts: Mapping[str, int], *,
+        added: bool,
     ) -> None:  # fmt: skip
         self.gradients: dict[str, Tensor] = {}
         self.weights = {held.name: parameters[held.name] for bucket in buckets for held in bucket}
@@ -131,8 +132,9 @@ class Buckets:
             view = self._views[number][parameter].zero_()
             parameter.grad = view if parameter.dtype == view.dtype else None
         self._untouched -= self._views[number].keys()
-        for name in self._names[number] if self.leaves is not None else ():
-            self.leaves(name, self.gradients[name])
+        if self.leaves is not None:
+            for name in self._names[number]:
+                self.leaves(name, self.gradients[name])
         through = self._through[number] if self._through else None
         group = self._groups[number]
         self._handles.append(all_reduce(self._buffers[number], group, why="gradients", wait=False, through=through))

@@ -48,16 +48,17 @@ class _Held:
 
 class Shares:
     """The `GradSink` of ZeRO, and the home of the weights. `units` are this rank's, in the order in which backward
-    finishes them; `group` are those that share, `rest` what gradients of shares are summed over besides; gradients are
-    kept in `accumulate` and summed over ranks in `reduce`. `parts`
+    finishes them; `group` are those that share, `rest` what gradients of shares are summed over besides; `types` those of
+    weights, of gradients, and of their sums over ranks. `parts`
     and `added` are as for data parallelism. With `each` gradients are summed after every microbatch. `whole` says where a
     unit is whole when it is (ZeRO-3); None: here, and always."""
 
     def __init__(
-        self, units: Sequence[Unit], group: Group, rest: Mapping[tuple[str, ...], Group], compute: torch.dtype,
-        accumulate: torch.dtype, reduce: torch.dtype, device: torch.device, parts: Mapping[str, int], *, added: bool, each: bool,
-        whole: Callable[[Unit], Tensor] | None,
+        self, units: Sequence[Unit], group: Group, rest: Mapping[tuple[str, ...], Group],
+        types: tuple[torch.dtype, torch.dtype, torch.dtype], device: torch.device, parts: Mapping[str, int], *,
+        added: bool, each: bool, whole: Callable[[Unit], Tensor] | None,
     ) -> None:  # fmt: skip
+        compute, accumulate, reduce = types
         self._group, self._rest, self._whole = group, rest, whole
         self._parts, self._added, self._each = parts, added, each
         largest = max((unit.padded for unit in units), default=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from posixpath import commonpath
@@ -37,6 +37,8 @@ from .optimizer import Optimizer
 from .step import Body, Run, Trained
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Types = tuple[torch.dtype, torch.dtype, torch.dtype]
+"""Of compute, of the gradients, and of their sums over ranks."""
 
 
 def build(
@@ -50,7 +52,7 @@ def build(
     plan = settled(plan, trained.facts)
     if plan.epochs and steps is None:
         raise PlanError(f"The plan counts epochs ({plan.epochs}): pass build(..., steps=batches.steps_total) as well.")
-    types = [torch.float64 if wide else TYPES[name] for name in (plan.compute, plan.accumulates, plan.reduces)]
+    types = _types(plan, wide=wide)
     dtype = types[0]
 
     # Who holds what, and who does what when; the table is proven before it is used.
@@ -148,6 +150,12 @@ def _gather_for(
         gathering.attach(unit, share, modules)
 
 
+def _types(plan: Plan, *, wide: bool) -> Types:
+    if wide:
+        return torch.float64, torch.float64, torch.float64
+    return TYPES[plan.compute], TYPES[plan.accumulates], TYPES[plan.reduces]
+
+
 def model_of(plan: Plan, model: Model | nn.Sequential | None, *, wide: bool = False) -> Trained:
     """The model that is trained, which the plan fits: the one given, or the plan's."""
     if isinstance(model, nn.Sequential):
@@ -186,9 +194,9 @@ def _bodies(
 
 
 def _shares(
-    plan: Plan, sharding: Sharding, world: World, types: Sequence[torch.dtype], parts: Counter[str], *, splits: bool
+    plan: Plan, sharding: Sharding, world: World, types: Types, parts: Counter[str], *, splits: bool
 ) -> tuple[Gathering | None, Shares | None]:  # fmt: skip
-    """ZeRO's homes of weights and gradients; `types` are those of compute, of gradients and of their sums over ranks."""
+    """ZeRO's homes of weights and gradients."""
     if not sharding.zero:
         return None, None
     units = sharding.units(world.rank)
@@ -198,7 +206,7 @@ def _shares(
         gathering = Gathering(units, group, types[0], world.device, kept=plan.keeps_gathered)
     rest = {unit.rest: world.group(*unit.rest) for unit in units if unit.rest}
     return gathering, Shares(
-        units, group, rest, *types, world.device, parts, added=splits,
+        units, group, rest, types, world.device, parts, added=splits,
         each=plan.reduces_each_microbatch, whole=None if gathering is None else gathering.place,
     )  # fmt: skip
 
@@ -217,7 +225,7 @@ def _recompute(plan: Plan, bodies: Mapping[int, Body]) -> dict[int, Recompute]:
 
 def _buckets(
     plan: Plan, held: tuple[Parameter, ...], world: World, parameters: Mapping[str, nn.Parameter],
-    types: Sequence[torch.dtype], parts: Counter[str], *, splits: bool,
+    types: Types, parts: Counter[str], *, splits: bool,
 ) -> Buckets:  # fmt: skip
     _, accumulate, reduce = types
     grouped = buckets(held, plan.mesh, world.rank, plan.bucket_bytes, reduce.itemsize)

@@ -71,5 +71,5 @@ def clip(buffers: Iterable[Tensor], norm: Tensor, limit: float) -> None:
 
 
 def overflow(loss: Tensor, norm: Tensor) -> Tensor:
-    """1 where a step's numbers are not finite, else 0: on the device, the same on every rank."""
-    return (~(loss.isfinite() & norm.isfinite())).float()
+    """Whether a step's numbers are not finite: on the device, the same on every rank."""
+    return ~(loss.isfinite() & norm.isfinite())

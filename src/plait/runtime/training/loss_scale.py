@@ -3,9 +3,9 @@
     step overflows      skipped by all ranks     scale / 2, no less than 1
     window good steps                            scale x 2, no more than 2^24
 
-Whether a step overflows is read off its loss and gradient norm, which every rank has, the same bits, in the step's one host
-sync: so all ranks decide alike, and nothing more is sent. What must not wait for the host goes by a number on the device
-(gradients.overflow): the update itself. Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
+Whether a step overflows is read off its loss and gradient norm, which every rank has, the same bits, in the step's one
+host sync: so all ranks decide alike, and nothing more is sent. What must not wait for the host goes by a number on the
+device (gradients.overflow): the update itself. Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class Suspects:
         are finite."""
         order = [one.name for one in reversed(sharding.parameters)]
         mine = next((place for place, name in enumerate(order) if self._bad.get(name, False)), len(order))
-        found = [int(place) for place in all_gather(torch.tensor(mine, device=world.device), world.everyone, why="overflow")]
+        everyone = all_gather(torch.tensor(mine, device=world.device), world.everyone, why="overflow")
+        found = [int(place) for place in everyone]
         first = min(found)
         if first == len(order):
             return ""

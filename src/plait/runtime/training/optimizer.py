@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -30,8 +31,8 @@ def learning_rate(plan: Plan, step: int, steps: int) -> float:
 
 
 class Optimizer:
-    """`step(lr)` updates from the gradients' buffers and publishes the new weights; where `overflow` is 1 (a number on
-    the device) weights and state stay as they are, to the bit, and no update is counted."""
+    """`step(lr)` updates from the gradients' buffers and publishes the new weights; where `overflow` is true (on the
+    device) weights and state stay as they are, to the bit, and no update is counted."""
 
     def __init__(
         self,
@@ -42,8 +43,10 @@ class Optimizer:
     ) -> None:
         self._published: list[tuple[nn.Parameter, Tensor]] = []
         self.weights: dict[str, nn.Parameter] = {}
+        self._overflow = torch.from_numpy(numpy.zeros((), numpy.float32))
+        """What torch's fused update reads, of fp32 whatever it updates (a check would make any other way to it wide)."""
         together: list[Parameter] = []
-        self._narrow: list[tuple[torch.optim.AdamW, nn.Parameter, Tensor]] = []
+        self._narrow: list[tuple[torch.optim.AdamW, Tensor, Tensor]] = []
         """What is updated by itself, from a gradient that is not as wide as the weight."""
         for one in held:
             parameter, gradient = parameters[one.name], gradients[one.name]
@@ -52,14 +55,15 @@ class Optimizer:
                 weight = nn.Parameter(parameter.detach().to(wide))
                 self._published.append((parameter, weight))
             self.weights[one.name] = weight
-            if gradient.dtype == wide:
+            self._overflow = self._overflow.to(weight.device)
+            if gradient.dtype is wide:
                 weight.grad = gradient
                 together.append(one)
             else:
-                self._narrow.append((self._adamw(plan, [one]), weight, gradient))
-        self._all = [*([self._adamw(plan, together)] if together else []), *(adamw for adamw, _, _ in self._narrow)]
+                self._narrow.append((self._made(plan, [one]), weight, gradient))
+        self._all = [*([self._made(plan, together)] if together else []), *(adamw for adamw, _, _ in self._narrow)]
 
-    def _adamw(self, plan: Plan, held: list[Parameter]) -> torch.optim.AdamW:
+    def _made(self, plan: Plan, held: list[Parameter]) -> torch.optim.AdamW:
         decays = [self.weights[one.name] for one in held if one.first.decays]
         others = [self.weights[one.name] for one in held if not one.first.decays]
         groups = [{"params": decays, "weight_decay": plan.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -72,11 +76,13 @@ class Optimizer:
         )
 
     def step(self, lr: float, overflow: Tensor | None = None) -> None:
+        if overflow is not None:
+            self._overflow.copy_(overflow)
         for adamw in self._all:
             for group in adamw.param_groups:
                 group["lr"] = lr
             if overflow is not None:
-                adamw.found_inf = overflow  # type: ignore[attr-defined]  # what torch's GradScaler sets
+                adamw.found_inf = self._overflow  # type: ignore[attr-defined]  # as torch's GradScaler does
         for adamw in self._all[: len(self._all) - len(self._narrow)]:
             adamw.step()
         for adamw, weight, gradient in self._narrow:

@@ -2,8 +2,8 @@
 
 count target tokens -> carry out the schedule -> norm and clip -> optimizer (which publishes) -> report
 
-In fp16 the loss is scaled, and a step whose numbers are not finite updates nothing: the weights, the optimizer's state and
-the learning rate are those of before, and the data goes on.
+In fp16 the loss is scaled, and a step whose numbers are not finite updates nothing: weights, the optimizer's state and
+learning rate are those of before, and the data goes on.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _unseen(moment: Moment) -> None: ...
 
 @dataclass(frozen=True)
 class Report:
-    """What a step says of itself; `loss` is the mean over the step's target tokens, `tokens` counts those. `scale` is what
-    the loss was multiplied by, where it was, and `skipped` says that the step overflowed in fp16 and updated nothing."""
+    """What a step says of itself; `loss` is the mean over the step's target tokens, `tokens` counts those. `scale` is
+    what the loss was multiplied by, where it was, and `skipped` says that the step overflowed in fp16: no update."""
 
     step: int
     loss: float
