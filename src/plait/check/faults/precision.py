@@ -1,4 +1,4 @@
-"""fp16's loss scale, taken out too seldom, too often or too late; a sum in another type that is not brought back."""
+"""fp16's loss scale: left in gradients, left in their norm, left out of a microbatch."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -69,5 +70,7 @@ class Metrics:
         })  # fmt: skip
 
     def _add(self, values: dict[str, float]) -> None:
-        self._lines.write(json.dumps(values) + "\n")
+        """What is not finite has no number in JSON."""
+        held = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._lines.write(json.dumps(held) + "\n")
         self._lines.flush()
