@@ -21,6 +21,7 @@ from plait.design.facts import ModelFacts, ParameterFact, Piece
 from plait.design.layout import Cut, Layout
 from plait.design.mesh import Mesh
 from plait.design.plan import Plan, stage_blocks
+from plait.design.precision import kept
 from plait.design.records import Timeline
 from plait.design.schedule import METHODS, Action, Kind, live_microbatches, lower, make
 from plait.design.sharding import needed, shard
@@ -191,6 +192,7 @@ def numbers() -> dict[str, str]:
         "zero traffic": _zero_traffic(),
         "zero memory": _zero_memory(),
         "zero order": _zero_order(),
+        "precision": _precision(),
         "tp traffic": _traffic(Plan(**example, tp=2, microbatches=4), "tp"),
         "accumulation": _pipelines_of_one((1, 4, 16)),
         "balance": _balances(),
@@ -243,6 +245,23 @@ def _zero_order() -> str:
             work = "forward" if action.kind is Kind.FORWARD else "backward"
             rows.append((len(rows) + 1, work, name, where, "gathered" if fetched else "still there"))
     return _markdown(("", "work", "needs", "slot", ""), rows)
+
+
+def _precision() -> str:
+    """What a parameter takes, by the types of compute, gradients and their sums."""
+    rows = list[tuple[object, ...]]()
+    for compute, accumulate, reduce in (
+        ("fp32", "fp32", "fp32"), ("fp32", "fp32", "bf16"), ("bf16", "fp32", "fp32"), ("bf16", "fp32", "bf16"),
+        ("bf16", "bf16", "bf16"), ("bf16", "bf16", "fp32"), ("fp16", "fp32", "fp32"), ("fp16", "fp32", "fp16"),
+    ):  # fmt: skip
+        plan = Plan.read({"dp": 2, "compute": compute, "accumulate": accumulate, "reduce": reduce})
+        found = {what: size for what, _, size in kept(plan)}
+        cells = [found.get(what, 0) or "-" for what in HELD]
+        rows.append((f"`{compute}`", f"`{accumulate}`", f"`{reduce}`", *cells, sum(found.values())))
+    return _markdown(("compute", "accumulate", "reduce", *HELD, "together"), rows)
+
+
+HELD = ("weights", "master weights", "gradients", "gradients on their way", "two moments")
 
 
 def _balances() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -177,6 +178,16 @@ def test_p032_numbers_that_go_bad(plait: Driver, small: Sequence[object], tmp_pa
     assert ended.code == 7, ended.err
     for words in ("step ", "loss ", "lower lr (1e+30)"):
         assert words in ended.sentence
+
+
+def test_p032_fp16_that_overflows_on_and_on(plait: Driver, small: Sequence[object], tmp_path: Path) -> None:
+    more = ("--compute", "fp16", "--loss-scale", "1e30", "--max-skips", 3, "--steps", 20, "--out", tmp_path / "run")
+    ended = plait.run(*small, *more, "--dp", 2)
+    assert ended.code == 7, ended.err
+    for words in ("step 3 is skipped in fp16, as 3 steps in a row overflowed", "that of lm_head.weight on ranks 0, 1"):
+        assert words in ended.sentence
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["scale"], line["skipped"], line["grad_norm"]) for line in lines] == [(1e30, True, None)] * 3
 
 
 @pytest.mark.parametrize("what", ["train", "schedule", "config"])

@@ -35,6 +35,11 @@ LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2, "recompute": "full", "recompute_every": 2}, {"tp": 2, "pp": 2, "recompute": "attention"},
     {"dp": 4, "zero": 1}, {"dp": 2, "zero": 2, "compute": "bf16"}, {"dp": 2, "tp": 2, "zero": 3},
     {"dp": 2, "pp": 2, "zero": 3, "schedule": "zb-v", "keep_gathered": "no"}, {"dp": 4, "zero": 3, "microbatches": 1},
+    {"dp": 2, "reduce": "bf16", "bucket_mb": 0.01}, {"dp": 2, "tp": 2, "pp": 2, "compute": "fp16", "reduce": "fp16"},
+    {"dp": 2, "pp": 2, "compute": "bf16", "accumulate": "bf16"},
+    {"dp": 2, "pp": 2, "compute": "bf16", "accumulate": "bf16", "reduce": "fp32", "model": "qwen3-tiny"},
+    {"dp": 4, "replicas": 2, "zero": 2, "compute": "fp16", "reduce": "bf16"},
+    {"dp": 2, "tp": 2, "zero": 3, "compute": "bf16", "reduce": "bf16", "model": "qwen3-tiny"},
 ]  # fmt: skip
 
 
@@ -59,7 +64,7 @@ def ledger(model: str, changes: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_ledger_equals_the_prediction(nursery: Nursery, layout: dict[str, Any]) -> None:
-    model = "llama-tiny"
+    model = layout.get("model", "llama-tiny")
     plan = Plan(**{"model": model, "batch": 8, "seq": 16, "microbatches": 2, **layout})
     expected = sorted(
         (r.rank, r.axis, r.why, r.operation, r.ranks, r.calls, r.payload)

@@ -50,7 +50,7 @@ class Bill:
 def bill(plan: Plan, facts: ModelFacts, steps: int, *, shipped: bool = True) -> Bill:
     """What `steps` steps of the wide pass take, and with `shipped` the pass after it."""
     once = Plan(model=plan.model, seq=plan.seq, batch=plan.microbatch_rows[0])
-    layout = plan.model_copy(update={"compute": "fp32"})
+    layout = plan.model_copy(update={"compute": "fp32", "accumulate": "auto", "reduce": "auto"})
     recorded = outputs(plan, facts)
     reference = facts.elements * (STATE + 2 * RECORD + ADDED) + 2 * recorded + 2 * memory(once, facts)[0].activations
     ranks = 0

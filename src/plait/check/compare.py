@@ -34,7 +34,7 @@ from .evidence import Evidence
 from .join import Findings, join
 from .observe import Observer
 from .places import BYTES, PARTS, Found, Place, Verdict, boxes_of, held_of, output_of, slices_of
-from .reference import computing, slack_key, step_file
+from .reference import computing, of_pass, slack_key, step_file
 from .rounding import UPDATED
 
 POLL_S = 0.005
@@ -47,8 +47,7 @@ def compare(
 ) -> Verdict:
     """The verdict over all ranks, the same on each. All ranks must call; the reference of the same `numerics` writes to
     `folder`, whose files are waited for. Ends with the first step that departs."""
-    if numerics != "wide":
-        plan = plan.model_copy(update={"compute": numerics})
+    plan = of_pass(plan, numerics)
     with computing(numerics):
         run = build(plan, world, model=model, wide=numerics == "wide")
     observer = Observer(run, inside=looks_inside(plan, model.facts))

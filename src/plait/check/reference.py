@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import cast
@@ -33,7 +33,23 @@ from .record import Recorder, watched
 from .rounding import DISTURBED, Rounding, disturb, largest, wide_bounds, wide_slack
 from .wide import wide
 
-TYPES = {"wide": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+TYPES = {"wide": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+CHECKED_SCALE = 2.0**10
+"""The loss scale of a check where a run would look for one: small numbers are saved by it, and no step overflows."""
+
+
+def of_pass(plan: Plan, numerics: str) -> Plan:
+    """The plan as a pass runs it."""
+    changes: dict[str, object] = {"initial_loss_scale": CHECKED_SCALE} if plan.scales_dynamically else {}
+    if numerics not in ("wide", plan.compute):  # another type, which sums and scales as it would by itself
+        changes = {"compute": numerics}
+        changes |= {name: Plan.model_fields[name].default for name in OF_A_TYPE}
+    return plan.model_copy(update=changes)
+
+
+OF_A_TYPE = ("accumulate", "reduce", "loss_scale", "initial_loss_scale", "loss_scale_window", "max_skips")
 
 
 def computing(numerics: str) -> AbstractContextManager[object]:
@@ -48,7 +64,7 @@ def step_file(folder: Path, numerics: str, step: int) -> Path:
 def reference(plan: Plan, model: Model, batches: list[Batch], folder: Path, numerics: str = "wide") -> None:
     """Takes a step on each of the global `batches` and writes a file for each, and one (step 0) for the initial weights,
     each published by a rename."""
-    inside = looks_inside(plan, model.facts)
+    plan, inside = of_pass(plan, numerics), looks_inside(plan, model.facts)
     steps = _steps(plan, model, batches, numerics, inside, None)
     if numerics == "wide":
         slack: dict[str, Tensor] = {}
@@ -86,8 +102,10 @@ def _steps(
     with computing(numerics):
         running = WholeModel(model, plan.seed, dtype)
     whole = running.module
+    types = [torch.float64 if numerics == "wide" else TYPES[name] for name in (plan.accumulates, plan.reduces)]
+    added: Callable[[Tensor], Tensor] = _as_it_is
     if disturbed is not None:
-        disturb(whole, dtype, disturbed)
+        added = disturb(whole, dtype, disturbed, sums=min(types, key=lambda each: -torch.finfo(each).eps))
     computed = dict(whole.named_parameters())
     masters = {name: p.detach().to(torch.promote_types(dtype, torch.float32)).clone() for name, p in computed.items()}
     decayed = [value for value in masters.values() if value.dim() > 1]
@@ -105,10 +123,10 @@ def _steps(
     yield {Place(0, "initial weight", name).key: value.clone() for name, value in masters.items()}
     for step, batch in enumerate(batches):
         recorder.seen = {}
-        gradients = {name: torch.zeros_like(value) for name, value in masters.items()}
+        gradients = {name: torch.zeros_like(value, dtype=types[0]) for name, value in masters.items()}
         running.step = step
         with computing(numerics):
-            _accumulate(plan, running, batch, gradients, recorder)
+            _accumulate(plan, running, batch, gradients, recorder, added)
             _update(plan, step, masters, gradients, optimizer, recorder)
         with torch.no_grad():
             for name, parameter in computed.items():
@@ -117,11 +135,18 @@ def _steps(
         yield recorder.seen
 
 
-def _accumulate(plan: Plan, whole: WholeModel, batch: Batch, gradients: dict[str, Tensor], recorder: Recorder) -> None:
-    """Forward and backward of every microbatch; `gradients` gain theirs. What each gives is kept as well where that is
-    little, wide: no place of a layout, but what a wrong gradient is taken apart with."""
+def _as_it_is(gradient: Tensor) -> Tensor:
+    return gradient
+
+
+def _accumulate(
+    plan: Plan, whole: WholeModel, batch: Batch, gradients: dict[str, Tensor], recorder: Recorder,
+    added: Callable[[Tensor], Tensor],
+) -> None:  # fmt: skip
+    """Forward and backward of every microbatch; `gradients` gain theirs, as `added` has them. What each gives is kept as
+    well where that is little, wide: no place of a layout, but what a wrong gradient is taken apart with."""
     wide_ = sum(value.numel() for value in gradients.values() if value.dtype is torch.float64)
-    apart = 0 < each_microbatch(plan, wide_) <= MOST_INSIDE
+    scale, apart = plan.first_loss_scale, 0 < each_microbatch(plan, wide_) <= MOST_INSIDE
     tokens = int((batch.targets != IGNORE).sum())
     loss = torch.zeros((), dtype=torch.float64)
     # Each dp rank's rows by themselves, as they need not divide by the microbatches.
@@ -135,15 +160,18 @@ def _accumulate(plan: Plan, whole: WholeModel, batch: Batch, gradients: dict[str
             tokens, 1
         )
         recorder.add("share", share, microbatch=number)
-        share.backward()
+        (share * scale).backward()
         recorder.microbatch = None
         loss += share.detach()
         for name, parameter in whole.module.named_parameters():
             if parameter.grad is not None:
-                gradients[name] += parameter.grad
+                gradients[name] += added(parameter.grad)
                 if apart:
-                    recorder.add("microbatch gradient", parameter.grad, name, number)
+                    own = parameter.grad.to(torch.promote_types(parameter.grad.dtype, torch.float32))
+                    recorder.add("microbatch gradient", own / scale, name, number)
                 parameter.grad = None
+    for gradient in gradients.values():
+        gradient /= scale
     for name in reversed(gradients):  # the order in which backward finishes them
         recorder.add("gradient", gradients[name], name)
     recorder.add("tokens", torch.tensor(tokens))
@@ -157,10 +185,13 @@ def _update(
     norm = torch.sqrt(cast(Tensor, sum(gradient.double().square().sum() for gradient in gradients.values())))
     recorder.add("norm", norm)
     factor = min(1.0, plan.clip / (float(norm) + 1e-6)) if plan.clip else 1.0
-    recorder.add("clip", torch.tensor(factor, dtype=torch.float64))
+    narrow = next(iter(gradients.values())).dtype
+    # A rank's is read off its gradients, and no better than they are.
+    recorder.add("clip", torch.tensor(factor, dtype=torch.float64 if narrow is torch.float32 else narrow))
     for name, master in masters.items():
-        master.grad = gradients[name] * factor
-        recorder.add("clipped gradient", master.grad, name)
+        clipped = (gradients[name].to(master.dtype) * factor).to(narrow)
+        recorder.add("clipped gradient", clipped, name)
+        master.grad = clipped.to(master.dtype)
     lr = learning_rate(plan, step, plan.steps)
     recorder.add("lr", torch.tensor(lr, dtype=torch.float64))
     for group in optimizer.param_groups:

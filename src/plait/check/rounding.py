@@ -17,7 +17,7 @@ of zero. The other elements must agree to a few roundings.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +37,12 @@ EPSILON = 1e-8
 """AdamW's."""
 FEW = 64
 """A deviation that is the largest of fewer draws than this (runs x elements) may be small by chance: it counts twice."""
-ROUNDED = {torch.float32: 2, torch.bfloat16: 1}
-"""By how many roundings one module is off: in fp32 the sums inside it round too, in bf16 they are fp32 and only what
-leaves it is rounded."""
+ROUNDED = {torch.float32: 2, torch.bfloat16: 1, torch.float16: 1}
+"""By how many roundings one module is off: in fp32 the sums inside it round too, in bf16 and fp16 they are fp32 and only
+what leaves it is rounded."""
 ALWAYS = 32 * torch.finfo(torch.float32).eps
-"""Share of the largest magnitude by which a tensor of fp32 may always depart; one of bf16 by one rounding of bf16."""
+"""Share of the largest magnitude by which a tensor of fp32 may always depart; one of bf16 or fp16 by one rounding of its
+own."""
 UPDATED = ("weight", "published weight")
 
 
@@ -122,25 +123,31 @@ def _exact(key: str, bound: float) -> float:
     return 0.0 if Place.of(0, key).quantity in (*EXACT, *GIVEN) else bound
 
 
-def disturb(whole: nn.Module, dtype: torch.dtype, seed: int) -> None:
+def disturb(whole: nn.Module, dtype: torch.dtype, seed: int, *, sums: torch.dtype) -> Callable[[Tensor], Tensor]:
     """From now on every module's output, and the gradient that comes back to it, is off by up to ROUNDED roundings of
-    `dtype`, of its own magnitude and of its row's mean (partial sums are as large as their parts; zeros stay)."""
+    `dtype`, of its own magnitude and of its row's mean (partial sums are as large as their parts; zeros stay), and of the
+    smallest numbers that the type has. What it returns does the same to a microbatch's gradient, with the roundings of
+    `sums`, the narrowest type in which gradients are added up, where that is narrower than fp32."""
     generator = torch.Generator().manual_seed(seed)
-    rounding = ROUNDED[dtype] * torch.finfo(dtype).eps / 2
 
-    def off(x: Tensor) -> Tensor:
-        draw = torch.rand(x.shape, generator=generator, dtype=torch.float32).to(x.dtype) * 2 - 1
-        size = x.detach().abs()
-        return (size + size.mean(-1, keepdim=True)) * draw * rounding
+    def disturbed(x: Tensor, type_: torch.dtype, roundings: int) -> Tensor:
+        wide = x if x.dtype is torch.float64 else x.float()
+        draw = torch.rand(x.shape, generator=generator, dtype=torch.float32) * 2 - 1
+        size, limits = wide.detach().abs(), torch.finfo(type_)
+        steps = (size + size.mean(-1, keepdim=True)) * (roundings * limits.eps) + limits.smallest_normal * limits.eps
+        return (wide + steps / 2 * draw).to(x.dtype)
 
     def hook(module: nn.Module, args: object, output: object) -> object:
         if not isinstance(output, Tensor):  # a router's choice of experts and their weights
             return output
-        disturbed = output + off(output)
-        if disturbed.requires_grad:
-            disturbed.register_hook(lambda gradient: gradient + off(gradient))
-        return disturbed
+        off = disturbed(output, dtype, ROUNDED[dtype])
+        if off.requires_grad:
+            off.register_hook(lambda gradient: disturbed(gradient, dtype, ROUNDED[dtype]))
+        return off
 
     for module in whole.modules():
         if next(module.parameters(recurse=False), None) is not None:
             module.register_forward_hook(hook)
+    if torch.finfo(sums).eps <= torch.finfo(torch.float32).eps:
+        return lambda gradient: gradient
+    return lambda gradient: disturbed(gradient.float(), sums, 1)

@@ -207,7 +207,7 @@ def _rank(
                 view.step(report)
             if board:
                 board.write(report)
-            if report.finite:  # else the run ends here
+            if report.finite or report.skipped:  # else the run ends here
                 look.after(report.step)
 
         look = Look(run, corpus, prompt, sample, folder, metrics, view)

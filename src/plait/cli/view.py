@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import isfinite
 from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -77,6 +78,8 @@ class View:
     def step(self, report: Report) -> None:
         self._seen.append(report)
         facts = f"loss {report.loss:.3f}  {report.tokens_per_s:,.0f} tokens/s  {report.seconds:.2f} s/step"
+        if report.skipped:
+            facts += f"  SKIPPED: overflow at loss scale {report.scale:g}"
         if not self._console.is_terminal:
             self._console.print(f"step {report.step}/{self._steps}  {facts}  lr {report.lr:.2e}", soft_wrap=True)
             return
@@ -107,12 +110,12 @@ class View:
         console.print(Text(line), soft_wrap=True)
 
     def closing(self, record: RunRecord, text: str, written: Iterable[Path]) -> None:
-        console, last = self._console, self._seen[-10:]
+        console, last = self._console, [report for report in self._seen[-10:] if isfinite(report.loss)]
         # The mean over the last tokens, not over the last steps: a short last batch counts for what it is.
         loss = sum(report.loss * report.tokens for report in last) / max(1, sum(report.tokens for report in last))
         below = self._corpus.entropy - loss
         console.print(
-            f"\nloss {loss:.3f} (mean of the last {len(last)} of {last[-1].step} steps); guessing tokens by their "
+            f"\nloss {loss:.3f} (mean of the last {len(last)} of {len(self._seen)} steps); guessing tokens by their "
             f"frequency alone costs {self._corpus.entropy:.3f} (unigram entropy): the loss is {abs(below):.3f} nats "
             f"{'below' if below >= 0 else 'ABOVE'} that",
             soft_wrap=True,

@@ -34,13 +34,9 @@ from itertools import groupby
 from . import balance
 from .facts import ModelFacts, ParameterFact
 from .plan import Plan, stage_blocks
+from .precision import ELEMENT, WIDE
 from .sharding import Sharding
 from .styles import STYLES
-
-ELEMENT = {"fp32": 4, "bf16": 2}
-"""Bytes of an element of compute."""
-WIDE = 4
-"""Bytes of an element of master weights, of a moment, and of what a norm or the loss computes in fp32."""
 
 
 def operations(plan: Plan, facts: ModelFacts, stage: int) -> tuple[int, int, int]:

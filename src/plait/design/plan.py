@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
+from math import inf
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -106,7 +107,28 @@ class Plan(BaseModel):
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first moment.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's second moment.")
     clip: float = Field(1.0, ge=0, description="Largest global gradient norm (0: no clipping).")
-    compute: Literal["fp32", "bf16"] = Field("fp32", description="Type of compute; weights and their state stay fp32.")
+    compute: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="Type of compute; the optimizer's weights and their state stay fp32."
+    )
+    accumulate: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="Type in which gradients are kept and added up; auto: fp32."
+    )
+    reduce: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="Type in which gradients are summed over ranks; auto: the one in which they are kept."
+    )
+    loss_scale: str = Field(
+        "auto",
+        description="What the loss is multiplied by for backward: a number, or dynamic; auto: dynamic in fp16, else 1.",
+    )
+    initial_loss_scale: float = Field(
+        2.0**16, ge=1, le=2.0**24, description="dynamic: the loss scale of the first step."
+    )
+    loss_scale_window: int = Field(
+        2000, ge=1, description="dynamic: steps in a row without overflow after which the loss scale doubles."
+    )
+    max_skips: int = Field(
+        20, ge=1, description="fp16: steps in a row that may overflow, and are skipped, before the run ends."
+    )
     attention: Literal["plait", "own"] = Field(
         "plait", description="plait's attention, or the model's own as transformers writes it."
     )
@@ -132,6 +154,20 @@ class Plan(BaseModel):
         if not value:
             raise ValueError("give a name")
         return value
+
+    @field_validator("loss_scale", mode="before")
+    @classmethod
+    def _is_a_scale(cls, value: Any) -> str:
+        """As it is written: a number in a file of keys is as good as one in a flag."""
+        text = str(value)
+        if text not in ("auto", "dynamic"):
+            try:
+                number = 0.0 if isinstance(value, bool) else float(text)
+            except ValueError:
+                number = 0.0
+            if not 0 < number < inf:
+                raise ValueError("give a number above 0, dynamic or auto")
+        return text
 
     @property
     def mesh(self) -> Mesh:
@@ -166,6 +202,32 @@ class Plan(BaseModel):
         """The rows of every microbatch of a data parallel rank: they differ by at most one, larger first."""
         spans = (balanced(self.batch // self.dp, self.microbatches, number) for number in range(self.microbatches))
         return tuple(stop - start for start, stop in spans)
+
+    @property
+    def accumulates(self) -> str:
+        """The type in which gradients are kept and added up."""
+        return "fp32" if self.accumulate == "auto" else self.accumulate
+
+    @property
+    def reduces(self) -> str:
+        """The type in which gradients are summed over ranks."""
+        return self.accumulates if self.reduce == "auto" else self.reduce
+
+    @property
+    def skips(self) -> bool:
+        """Whether a step that overflows is skipped, and not the run's end: what fp16 cannot hold may be the scale's."""
+        return self.compute == "fp16"
+
+    @property
+    def scales_dynamically(self) -> bool:
+        return self.loss_scale == "dynamic" or (self.loss_scale == "auto" and self.skips)
+
+    @property
+    def first_loss_scale(self) -> float:
+        """What the first step multiplies its loss by."""
+        if self.scales_dynamically:
+            return self.initial_loss_scale
+        return 1.0 if self.loss_scale == "auto" else float(self.loss_scale)
 
     @property
     def bucket_bytes(self) -> int:

@@ -9,6 +9,7 @@ from . import balance as dealing
 from .errors import PlanError, divisors, listed
 from .facts import ModelFacts
 from .plan import Plan
+from .precision import BITS
 from .schedule import method, suitable
 from .styles import style
 
@@ -165,6 +166,45 @@ def loss_is_in_chunks(plan: Plan, facts: ModelFacts) -> str | None:
     return None
 
 
+def sums_keep_what_they_add(plan: Plan, facts: ModelFacts) -> str | None:
+    compute, accumulate, reduce = plan.compute, plan.accumulates, plan.reduces
+    if accumulate == "bf16" and compute != "bf16":
+        return (
+            f"accumulate bf16 keeps 8 bits of every sum, of gradients that compute {compute} gives "
+            f"{BITS[compute]} bits: set accumulate fp32, or compute bf16."
+        )
+    if plan.dp == 1 and plan.reduce != "auto":
+        return f"reduce {reduce} is for sums over dp ranks, and dp is 1: set reduce auto, or dp 2 or more."
+    if reduce == "fp16" and compute != "fp16":
+        return (
+            f"reduce fp16 loses gradients below 6e-8 and above 65504, and compute {compute} does not scale its loss for "
+            "that: set reduce bf16, or compute fp16."
+        )
+    return None
+
+
+def scale_is_for_fp16(plan: Plan, facts: ModelFacts) -> str | None:
+    if plan.loss_scale == "dynamic" and not plan.skips:
+        return (
+            f"loss_scale dynamic follows what overflows in fp16, but compute is {plan.compute}, which reaches 3e38: set "
+            "loss_scale auto, or compute fp16."
+        )
+    for field, value in (
+        ("initial_loss_scale", plan.initial_loss_scale),
+        ("loss_scale_window", plan.loss_scale_window),
+    ):
+        if not plan.scales_dynamically and value != Plan.model_fields[field].default:
+            other = "set loss_scale dynamic" if plan.skips else "set compute fp16"
+            way = f"leave it {Plan.model_fields[field].default:g}, or {other}"
+            return f"{field} {value:g} is for a dynamic loss scale, but this one is {plan.first_loss_scale:g}: {way}."
+    if not plan.skips and plan.max_skips != Plan.model_fields["max_skips"].default:
+        return (
+            f"max_skips {plan.max_skips} counts steps that overflow in fp16, but compute is {plan.compute}: leave it "
+            f"{Plan.model_fields['max_skips'].default}, or set compute fp16."
+        )
+    return None
+
+
 def warm_up_ends(plan: Plan, facts: ModelFacts) -> str | None:
     if plan.epochs or plan.warmup <= plan.steps:
         return None
@@ -189,7 +229,8 @@ def evaluation_is_asked_for(plan: Plan, facts: ModelFacts) -> str | None:
 RULES: tuple[Rule, ...] = (
     degrees_make_the_ranks, schedule_is_known, limit_is_for_a_search, batch_divides, blocks_fill_stages,
     blocks_are_dealt, tensors_divide, shares_are_of_several, recomputation_has_something, loss_is_in_chunks,
-    sequence_fits, warm_up_ends, own_attention_drops_nothing, evaluation_is_asked_for,
+    sums_keep_what_they_add, scale_is_for_fp16, sequence_fits, warm_up_ends, own_attention_drops_nothing,
+    evaluation_is_asked_for,
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ gradient norm, speed."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 
 from .curve import curve, window_of
 from .markup import key, paragraph, said, section, some, table
@@ -16,7 +17,9 @@ MOST_SAMPLES = 20
 
 
 def mean_loss(metrics: Sequence[Metric]) -> float:
-    """Over tokens, not over steps: a short last batch counts for what it is."""
+    """Over tokens, not over steps: a short last batch counts for what it is. A step of fp16 that was skipped may have
+    none."""
+    metrics = [metric for metric in metrics if isfinite(metric.loss)]
     tokens = sum(metric.tokens for metric in metrics)
     return sum(metric.loss * metric.tokens for metric in metrics) / max(1, tokens)
 

@@ -25,7 +25,15 @@ ITEM = 4
 def work(plan: Plan) -> str:
     """'pp 2 x dp 2 x tp 2, 1f1b, 3 microbatches of 3 or 2 x 128 tokens'."""
     rows = listed(dict.fromkeys(plan.microbatch_rows))
-    return f"{layout(plan)} of {rows} x {plan.seq} tokens"
+    return f"{layout(plan)} of {rows} x {plan.seq} tokens{_types(plan)}"
+
+
+def _types(plan: Plan) -> str:
+    """', in fp16, gradients in fp32, summed in bf16'; nothing where all is fp32."""
+    said = f", in {plan.compute}" if plan.compute != "fp32" else ""
+    if plan.accumulate != "auto":
+        said += f", gradients in {plan.accumulates}"
+    return said + (f", summed over ranks in {plan.reduces}" if plan.reduces != plan.accumulates else "")
 
 
 def layout(plan: Plan) -> str:

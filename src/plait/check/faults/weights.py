@@ -185,10 +185,11 @@ def stale_weights() -> None:
 )  # fmt: skip
 def moment_in_bf16() -> None:
     @instead(Optimizer, "step")
-    def wrong(right: Any, self: Optimizer, lr: float) -> None:
-        right(self, lr)
-        for state in self._adamw.state.values():
-            state["exp_avg"].copy_(state["exp_avg"].bfloat16())
+    def wrong(right: Any, self: Optimizer, *args: Any) -> None:
+        right(self, *args)
+        for name in self.weights:
+            first, _ = self.moments(name)
+            first.copy_(first.bfloat16())
 
 
 @planted(
@@ -197,8 +198,8 @@ def moment_in_bf16() -> None:
 )  # fmt: skip
 def no_master_weights() -> None:
     @instead(Optimizer, "step")
-    def wrong(right: Any, self: Optimizer, lr: float) -> None:
-        right(self, lr)
+    def wrong(right: Any, self: Optimizer, *args: Any) -> None:
+        right(self, *args)
         with torch.no_grad():
             for weight in self.weights.values():
                 weight.copy_(weight.bfloat16())

@@ -62,6 +62,9 @@ def one_factor(e: Evidence) -> str | None:
         n = e.mesh.degree(*axes)
         if math.isclose(ratio, n, rel_tol=1e-6):
             return f"summed twice over {' and '.join(axes)}: every rank has {n} times the reference"
+    scale = e.plan.first_loss_scale
+    if scale != 1 and math.isclose(ratio, scale, rel_tol=1e-6):
+        return f"the scale of the loss, {scale:g}, is still in it"
     what = f"{ratio:.4g} times the reference on {ranks_in_words(e.wrong, e.mesh)}"
     return f"{what}, and what it comes from agrees: a weight or a scale is wrong"
 

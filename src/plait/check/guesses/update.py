@@ -68,6 +68,9 @@ def norm_of(e: Evidence) -> str | None:
             norm = min(1.0, e.plan.clip / (norm + 1e-6)) if e.plan.clip else 1.0
         return math.isclose(float(e.held[rank]), norm, rel_tol=1e-6)
 
+    scale, whole = e.plan.first_loss_scale, e.beside("norm")
+    if scale != 1 and whole is not None and e.fits(lambda r: fits(r, (scale * float(whole)) ** 2)):
+        return f"it is that of the gradients times the scale of the loss, {scale:g}"
     found = {held: e.beside("gradient", held.name) for held in e.sharding.parameters}
     squares = {held: float(whole.double().square().sum()) for held, whole in found.items() if whole is not None}
     for axes in e.axes:

@@ -1,8 +1,9 @@
 """The bytes that each rank holds in training, and what it keeps for backward at the fullest moment of a step.
 
-    weights          elements of the slices that compute uses, e bytes each (fp32 4, bf16 2)
-    master weights   bf16 only: the optimizer's fp32 weights, 4 bytes an element
-    gradients        fp32 buckets, 4 bytes an element
+    weights          elements of the slices that compute uses, e bytes each (fp32 4, bf16 and fp16 2)
+    master weights   where compute is narrower: the optimizer's fp32 weights, 4 bytes an element
+    gradients        buckets, a bytes an element (accumulate: fp32 4, bf16 2); where their sums over ranks are in another
+                     type, r bytes an element more, which count as units
     state            AdamW's two moments, 8 bytes an element, and a counter of 4 bytes a tensor
 
 With ZeRO on d dp ranks a unit of u elements, padded to d equal shares, has
@@ -10,14 +11,16 @@ With ZeRO on d dp ranks a unit of u elements, padded to d equal shares, has
     weights          u, with ZeRO-3 u / d
     gradients        u; where they leave each microbatch u / d, and two units whole
     state, masters   the rank's own stretches, together not more than u / d
-    units            ZeRO-3: the slots of whole units (design/unit.py); pieces of gradients: two of the largest unit
+    units            ZeRO-3: the slots of whole units (design/unit.py); pieces of gradients: two of the largest unit,
+                     and two more in which they leave where their sums are in another type
 
 These equal what a run holds, to the byte. Activations are what each token leaves behind (`per_token.kept`), times the
 tokens of each microbatch, added up as the schedule has them alive on the rank. Where backward is split, `deferred` lives
 on until the backward of the weights, and the gradient that a stage gets (`arriving`) is kept while all its activations
 still are; so is, where the loss is in chunks, the chunk of logits `at_work`. Left out: the masks of packed documents,
-tensors on their way between stages, what a kernel needs while it runs, a bf16 gradient before it is added to its bucket,
-what an allocator rounds up, and the process itself (interpreter, libraries, CUDA's context).
+tensors on their way between stages, what a kernel needs while it runs, a gradient of compute before it is added to its
+bucket, the fp32 gradient of the one tensor that is updated where they are kept in less, what an allocator rounds up, and
+the process itself (interpreter, libraries, CUDA's context).
 """
 
 from __future__ import annotations
@@ -25,14 +28,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..facts import ModelFacts
-from ..per_token import ELEMENT, WIDE, arriving, at_work, deferred, kept, replayed
+from ..per_token import arriving, at_work, deferred, kept, replayed
 from ..plan import Plan
+from ..precision import ELEMENT, WIDE
 from ..records import MemoryBill
 from ..schedule import Schedule, peak
 from ..sharding import Sharding, shard
 from ..table import table
 from ..unit import IN_FLIGHT, Unit, slot_sizes
-from .traffic import GRADIENT_ELEMENT
 
 COUNTER = 4
 """AdamW counts its updates in one fp32 number a tensor."""
@@ -71,7 +74,9 @@ def _bill(plan: Plan, facts: ModelFacts, sharding: Sharding, schedule: Schedule,
             at_work(plan, facts, stage) * plan.tokens_at_once(tokens[m])[0],
         ),
     )  # fmt: skip
-    weights, gradients, units = used * item, used * GRADIENT_ELEMENT, 0
+    weights, gradients, units = used * item, used * ELEMENT[plan.accumulates], 0
+    if plan.reduces != plan.accumulates:
+        units = used * ELEMENT[plan.reduces]
     if sharding.zero:
         weights, gradients, units = _units(plan, sharding.units(rank), item)
         stretches = [sharding.stretch(one.name, "state", rank) or (0, 0) for one in owned]
@@ -90,11 +95,12 @@ def _bill(plan: Plan, facts: ModelFacts, sharding: Sharding, schedule: Schedule,
 def _units(plan: Plan, units: Sequence[Unit], item: int) -> tuple[int, int, int]:
     """Bytes of weights and gradients, and of what ZeRO moves units through."""
     whole, shares = sum(unit.padded for unit in units), sum(unit.share for unit in units)
-    pieces = min(IN_FLIGHT, len(units)) * max(unit.padded for unit in units) * GRADIENT_ELEMENT
+    item_of_gradients, leaves = ELEMENT[plan.accumulates], plan.reduces != plan.accumulates
+    pieces = min(IN_FLIGHT, len(units)) * max(unit.padded for unit in units) * ELEMENT[plan.reduces] * (1 + leaves)
     gradients = whole
     if plan.reduces_each_microbatch:
         gradients = shares + sum(slot_sizes(units, kept=False).values())
     if plan.zero < 3:
-        return whole * item, gradients * GRADIENT_ELEMENT, pieces
+        return whole * item, gradients * item_of_gradients, pieces
     slots = sum(slot_sizes(units, kept=plan.keeps_gathered).values())
-    return shares * item, gradients * GRADIENT_ELEMENT, pieces + slots * item
+    return shares * item, gradients * item_of_gradients, pieces + slots * item

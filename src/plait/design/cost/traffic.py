@@ -9,9 +9,9 @@ microbatches, e bytes of an element of compute.
          loss              two sums of b s (the maximum), 2 b s (sum of exponentials, target's logit), in fp32; in
                            chunks as many calls more, and not a byte
     pp   each boundary     b s h e forward and as much backward, m times (b s V / t e before a loss that is elsewhere)
-    dp   each stage        its gradients, once a step (what works on heads over tp as well: dp.tp)
+    dp   each stage        its gradients, once a step, in the type of their sums (what works on heads: over dp.tp)
          with ZeRO         each unit's gradients scattered in sums, its weights gathered (unit.py), the padding counted
-    pp   a tied weight     its gradient to the stage that owns it, the new weight back, once a step
+    pp   a tied weight     its gradient, as it is kept, to the stage that owns it, the new weight back, once a step
     all  the count of target tokens, then the loss with the squared gradient norm
 """
 
@@ -22,8 +22,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from ..facts import ModelFacts
-from ..per_token import ELEMENT, in_attention
+from ..per_token import in_attention
 from ..plan import Plan, width_after
+from ..precision import ELEMENT, WIDE
 from ..records import WORLD, Traffic
 from ..schedule import Schedule
 from ..sharding import Sharding, buckets, needed, shard
@@ -31,20 +32,19 @@ from ..styles import style
 from ..table import table
 from ..unit import gathers
 
-GRADIENT_ELEMENT = 4
-
 
 def traffic(plan: Plan, facts: ModelFacts, *, wide: bool = False) -> list[Traffic]:
     """One row per (rank, axis, why, operation) for one step; `wide` counts fp64 throughout, as the checker runs."""
     compute = 8 if wide else ELEMENT[plan.compute]
-    accumulate = 8 if wide else GRADIENT_ELEMENT
+    loss = 8 if wide else WIDE
+    accumulate, reduce = (8, 8) if wide else (ELEMENT[plan.accumulates], ELEMENT[plan.reduces])
     sharding = shard(facts, plan)
     schedule = table(plan, facts) if sharding.zero == 3 else None
     rows: list[Traffic] = []
     for rank in range(plan.world):
-        rows += _tensor(plan, facts, sharding, rank, compute, accumulate)
+        rows += _tensor(plan, facts, sharding, rank, compute, loss)
         rows += _pipeline(plan, facts, rank, compute)
-        rows += _data(plan, sharding, schedule, rank, compute, accumulate)
+        rows += _data(plan, sharding, schedule, rank, compute, accumulate, reduce)
         if plan.world > 1:
             rows.append(Traffic(rank, WORLD, "target tokens", "all_reduce", plan.world, 1, 8))
             rows.append(Traffic(rank, WORLD, "loss and gradient norm", "all_reduce", plan.world, 1, 16))
@@ -121,16 +121,16 @@ def _modules(facts: ModelFacts, sharding: Sharding, stage: int) -> Iterator[tupl
 
 
 def _data(
-    plan: Plan, sharding: Sharding, schedule: Schedule | None, rank: int, compute: int, item: int
+    plan: Plan, sharding: Sharding, schedule: Schedule | None, rank: int, compute: int, accumulate: int, reduce: int
 ) -> Iterator[Traffic]:  # fmt: skip
     """Gradients summed over whatever cuts the work; then, of a tied weight, over the stages that use it."""
     mesh, place = plan.mesh, plan.mesh.coordinate(rank)
     parameters = sharding.at(place["pp"])
     if sharding.zero:
-        yield from _shares(plan, sharding, schedule, rank, compute, item)
+        yield from _shares(plan, sharding, schedule, rank, compute, reduce)
     calls: dict[tuple[str, ...], list[int]] = {}
-    for bucket in buckets(parameters, mesh, rank, plan.bucket_bytes, item) if not sharding.zero else ():
-        calls.setdefault(bucket[0].first.summed_over, []).append(sum(p.elements(mesh, rank) for p in bucket) * item)
+    for bucket in buckets(parameters, mesh, rank, plan.bucket_bytes, reduce) if not sharding.zero else ():
+        calls.setdefault(bucket[0].first.summed_over, []).append(sum(p.elements(mesh, rank) for p in bucket) * reduce)
     for axes, payloads in calls.items():
         ranks = mesh.degree(*axes)
         if ranks > 1:
@@ -143,7 +143,7 @@ def _data(
         owns = place["pp"] == parameter.first.owner
         start, stop = sharding.stretch(parameter.name, "grad", rank) or (0, parameter.elements(mesh, rank))
         count, elements = len(others) if owns else 1, stop - start
-        for why, receives, size in (("tied gradient", owns, item), ("tied weight", not owns, compute)):
+        for why, receives, size in (("tied gradient", owns, accumulate), ("tied weight", not owns, compute)):
             tied[why, "receive" if receives else "send"].append((count, count * elements * size))
     for (why, operation), counts in tied.items():
         yield Traffic(rank, "pp", why, operation, plan.pp, sum(c for c, _ in counts), sum(b for _, b in counts))

@@ -6,6 +6,7 @@ All work in place on contiguous tensors and return a `Handle`, to be waited for 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +19,14 @@ from .world import Group, World
 
 @dataclass
 class Handle:
-    """Something under way, and its place on the board. It keeps its tensor alive until it is done."""
+    """Something under way, and its place on the board. It keeps its tensor alive until it is done; what is left to do
+    then is `after`."""
 
     work: Work | None
     tensor: Tensor | None
     place: tuple[Board, Mark] | None = None
     received: tuple[Group, Channel] | None = None
+    after: Callable[[], object] | None = None
 
     def wait(self) -> None:
         """On a CPU returns when it is done; on a GPU makes the current stream wait, and returns at once."""
@@ -37,6 +40,9 @@ class Handle:
                 if group.checked is not None:
                     group.checked.after_receive(channel, mark)
         self.work = self.tensor = None
+        if self.after is not None:
+            self.after()
+            self.after = None
 
     def done(self) -> bool:
         return self.work is None or self.work.is_completed()
@@ -71,13 +77,18 @@ def _note_message(
     return group.board, mark, channel
 
 
-def all_reduce(x: Tensor, group: Group, *, why: str, op: Op = "sum", wait: bool = True) -> Handle:
-    """x becomes the sum (or maximum) of the group's x, the same bits on every rank."""
+def all_reduce(
+    x: Tensor, group: Group, *, why: str, op: Op = "sum", wait: bool = True, through: Tensor | None = None
+) -> Handle:  # fmt: skip
+    """x becomes the sum (or maximum) of the group's x, the same bits on every rank. `through` is as large, of another
+    type: there it is summed, and x is read at once and written when the handle is waited for."""
     if group.transport is None:
         return DONE
+    into, x = x, x if through is None else through.copy_(x)
     place = _note(x, group, "all_reduce", why, x.nbytes, _NAMES[op])
     since = group.ledger.now()
-    handle = Handle(group.transport.all_reduce(x, op), x, place)
+    work = group.transport.all_reduce(x, op)
+    handle = Handle(work, x, place, after=None if through is None else lambda: into.copy_(x))
     if wait:
         handle.wait()
         group.ledger.waited(group.axis, why, since)
@@ -119,13 +130,17 @@ def gather_shares(whole: Tensor, share: Tensor, group: Group, *, why: str) -> Ha
     return Handle(group.transport.all_gather(whole, share), whole, place)
 
 
-def reduce_scatter(x: Tensor, share: Tensor, group: Group, space: Tensor, *, why: str, add: bool) -> Handle:
+def reduce_scatter(
+    x: Tensor, share: Tensor, group: Group, space: Tensor, *, why: str, add: bool, through: Tensor | None = None
+) -> Handle:  # fmt: skip
     """Starts the sum of everyone's x, of which each rank gets its share: written to `share`, or with `add` added to it,
     when the handle is waited for. `space` is as large as x, and both are in use until then; `share` may be this rank's
-    place in x."""
+    place in x. `through` is as large, too, and of the type of `space`: in it the sum is made, where x has another."""
     if group.transport is None:
         (share.add_ if add else share.copy_)(x)
         return DONE
+    if through is not None:
+        x = through.copy_(x)
     place = _note(x, group, "reduce_scatter", why, x.nbytes)
     return Handle(group.transport.reduce_scatter(x, share, space, add), x, place)
 

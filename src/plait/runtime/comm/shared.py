@@ -126,9 +126,10 @@ class SharedMemory:
                 return False
             start = channel.index * count
             pieces = [post[start : start + count] for post in self._views(sequence, x)]
-            _combined(pieces, torch.add, space[:count] if add else share)
-            if add:
-                share.add_(space[:count])
+            in_place = share.dtype == x.dtype and not add
+            _combined(pieces, torch.add, share if in_place else space[:count])
+            if not in_place:
+                (share.add_ if add else share.copy_)(space[:count])
             return True
 
         return channel.begin(advance)

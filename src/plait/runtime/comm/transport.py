@@ -41,7 +41,8 @@ class Transport(Protocol):
         ...
 
     def reduce_scatter(self, x: Tensor, share: Tensor, space: Tensor, add: bool) -> Work:
-        """`share` becomes this rank's piece of the sum of everyone's x, or has it added. `space` is as large as x."""
+        """`share` becomes this rank's piece of the sum of everyone's x, or has it added. `space` is as large as x and of
+        its type, which need not be that of `share`."""
         ...
 
     def send(self, x: Tensor, to: int, tag: int) -> Work: ...
@@ -95,10 +96,13 @@ class Distributed:
         if self._gloo:
             work = dist.all_to_all_single(space, x, group=self._handle, async_op=True)
             pieces = space.view(len(self._ranks), -1)
-            return _Then(work, (lambda: share.add_(pieces.sum(0))) if add else lambda: torch.sum(pieces, 0, out=share))
-        into = space[: share.numel()] if add else share
+            if share.dtype == x.dtype and not add:
+                return _Then(work, lambda: torch.sum(pieces, 0, out=share))
+            return _Then(work, lambda: (share.add_ if add else share.copy_)(pieces.sum(0)))
+        in_place = share.dtype == x.dtype and not add
+        into = share if in_place else space[: share.numel()]
         work = _SCATTER(into, x, group=self._handle, async_op=True)
-        return _Then(work, lambda: share.add_(into)) if add else work
+        return work if in_place else _Then(work, lambda: (share.add_ if add else share.copy_)(into))
 
     def send(self, x: Tensor, to: int, tag: int) -> Work:
         return dist.isend(x, self._ranks[to], group=self._handle, tag=tag)  # type: ignore[return-value]

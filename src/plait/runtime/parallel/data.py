@@ -3,15 +3,16 @@
     buffers   [ head | norm | block 7 ][ block 6 | block 5 ] ...     in the order in which backward finishes them
     backward of the last microbatch:  ready ready ready -> sum of bucket 0 starts, backward goes on into block 6
 
-Each gradient is a view of its bucket: the first of a step is copied there, further ones are added in place (bf16 ones to
-their fp32 view). Buckets leave in one fixed order, the same on every rank, so that collectives always meet; a parameter
-that got no gradient counts as zero when its bucket leaves. Which parameters share a bucket is decided in
-design/sharding.py. Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.
+Each gradient is a view of its bucket: the first of a step is copied there, further ones are added in place (those of a
+narrower type to their view). Where sums over ranks are made in another type, a bucket is copied into one of that type
+when it leaves, and back when it is summed. Buckets leave in one fixed order, the same on every rank, so that collectives
+always meet; a parameter that got no gradient counts as zero when its bucket leaves. Which parameters share a bucket is
+decided in design/sharding.py. Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,18 +23,22 @@ from ..comm.world import Group
 
 
 class Buckets:
-    """The `GradSink` of data parallelism. Gradients accumulate in `dtype`, whatever the parameters compute in. `stages`
-    say of which stage each bucket is; `parts` in how many parts a parameter's gradient comes from one microbatch (1 when
-    not named): by autograd, and from outside of it; once for each stage that uses it here."""
+    """The `GradSink` of data parallelism. Gradients accumulate in `dtype`, whatever the parameters compute in, and are
+    summed over ranks in `reduce`. `stages` say of which stage each bucket is; `parts` in how many parts a parameter's
+    gradient comes from one microbatch (1 when not named): by autograd, and from outside of it; once for each stage that
+    uses it here."""
 
     def __init__(
         self, buckets: Sequence[tuple[Parameter, ...]], stages: Sequence[int], parameters: Mapping[str, nn.Parameter],
-        groups: Mapping[tuple[str, ...], Group], dtype: torch.dtype, parts: Mapping[str, int],
+        groups: Mapping[tuple[str, ...], Group], dtype: torch.dtype, reduce: torch.dtype, parts: Mapping[str, int],
     ) -> None:  # fmt: skip
         self.gradients: dict[str, Tensor] = {}
         self.weights = {held.name: parameters[held.name] for bucket in buckets for held in bucket}
         """What the optimizer updates: what is computed with."""
         self.final = False
+        self.leaves: Callable[[str, Tensor], None] | None = None
+        """Shown every gradient, by name, before its sum over ranks begins."""
+        self._names = [[held.name for held in bucket] for bucket in buckets]
         self._buffers: list[Tensor] = []
         self._stages = list(stages)
         self._groups = [groups[bucket[0].first.summed_over] for bucket in buckets]
@@ -51,6 +56,8 @@ class Buckets:
             for held, (parameter, view) in zip(bucket, views.items(), strict=True):
                 self.gradients[held.name] = view
                 self._adopt(parameter, view, number)
+        self._through = [torch.empty_like(b, dtype=reduce) for b in self._buffers] if reduce != dtype else []
+        """Where buckets are summed, if not where they are."""
         self.begin()
 
     def _adopt(self, parameter: nn.Parameter, view: Tensor, bucket: int) -> None:
@@ -84,8 +91,8 @@ class Buckets:
 
     @property
     def space(self) -> int:
-        """Bytes in which gradients of others arrive: sums are made in place."""
-        return 0
+        """Bytes in which gradients are summed, if not in place."""
+        return sum(through.nbytes for through in self._through)
 
     def publish(self) -> None:
         """Updated weights are whole already."""
@@ -125,7 +132,12 @@ class Buckets:
         for parameter in self._untouched & self._views[number].keys():
             self._zero(parameter, self._views[number][parameter])
         self._untouched -= self._views[number].keys()
-        self._handles.append(all_reduce(self._buffers[number], self._groups[number], why="gradients", wait=False))
+        if self.leaves is not None:
+            for name in self._names[number]:
+                self.leaves(name, self.gradients[name])
+        through = self._through[number] if self._through else None
+        group = self._groups[number]
+        self._handles.append(all_reduce(self._buffers[number], group, why="gradients", wait=False, through=through))
 
     def finish(self, stage: int) -> None:
         """Returns when the gradients of `stage` are summed; the stages after it on this rank must be done."""

@@ -108,10 +108,11 @@ class Pipeline:
             Kind.REDUCE: lambda stage, _: self._sink.finish(stage),
         }
 
-    def run(self, microbatches: Sequence[Batch], inverse_weight: Tensor | None) -> Tensor:
-        """One step: the sum of this rank's losses (0 without the last stage), on the device. Without `inverse_weight` the
+    def run(self, microbatches: Sequence[Batch], inverse_weight: Tensor | None, scale: float = 1.0) -> Tensor:
+        """One step: the sum of this rank's losses (0 without the last stage), on the device. Backward begins with `scale`
+        in the place of 1: it gives the gradients of so many times the loss. Without `inverse_weight` the
         last stage keeps its logits in `logits`, by microbatch, and computes no loss."""
-        self._microbatches, self._inverse_weight = microbatches, inverse_weight
+        self._microbatches, self._inverse_weight, self._scale = microbatches, inverse_weight, scale
         self._received: dict[Key, Tensor] = {}  # what a stage reads
         self._given: dict[Key, Tensor] = {}  # what it gave, until it is sent or handed over
         self._graphs: dict[Key, GradientEdge] = {}  # where its backward starts
@@ -149,6 +150,8 @@ class Pipeline:
                 return
             output = part.loss(output, batch, self._inverse_weight)
             self._losses.append(output.detach())
+            if self._trains and self._scale != 1:
+                self._gradients[key] = torch.full_like(output, self._scale)
         else:
             self._given[key] = output.detach()
         if self._trains:

@@ -48,19 +48,25 @@ class _Held:
 
 class Shares:
     """The `GradSink` of ZeRO, and the home of the weights. `units` are this rank's, in the order in which backward
-    finishes them; `group` are those that share, `rest` what gradients of shares are summed over besides. `parts` are
-    as for data parallelism. With `each` gradients are summed after every microbatch. `whole` says where a unit is whole
-    when it is (ZeRO-3); None: here, and always."""
+    finishes them; `group` are those that share, `rest` what gradients of shares are summed over besides; `types` those of
+    weights, of gradients, and of their sums over ranks. `parts` are as for data parallelism. With `each` gradients are
+    summed after every microbatch. `whole` says where a unit is whole when it is (ZeRO-3); None: here, and always."""
 
     def __init__(
-        self, units: Sequence[Unit], group: Group, rest: Mapping[tuple[str, ...], Group], compute: torch.dtype,
-        accumulate: torch.dtype, device: torch.device, parts: Mapping[str, int], *, each: bool,
-        whole: Callable[[Unit], Tensor] | None,
+        self, units: Sequence[Unit], group: Group, rest: Mapping[tuple[str, ...], Group],
+        types: tuple[torch.dtype, torch.dtype, torch.dtype], device: torch.device, parts: Mapping[str, int], *,
+        each: bool, whole: Callable[[Unit], Tensor] | None,
     ) -> None:  # fmt: skip
+        compute, accumulate, reduce = types
         self._group, self._rest, self._whole = group, rest, whole
         self._parts, self._each = parts, each
         largest = max((unit.padded for unit in units), default=0)
-        self._space = [torch.empty(largest, dtype=accumulate, device=device) for _ in range(min(IN_FLIGHT, len(units)))]
+        flying = range(min(IN_FLIGHT, len(units)))
+        self._space = [torch.empty(largest, dtype=reduce, device=device) for _ in flying]
+        self._through = [torch.empty_like(space) for space in self._space] if reduce != accumulate else []
+        """Where gradients leave that are not kept in the type of their sums."""
+        self.leaves: Callable[[str, Tensor], None] | None = None
+        """Shown every gradient of a backward, by name, before its sum over ranks begins."""
         self._gradient_slots: dict[Slot, Tensor] = {}
         if each:
             for slot, size in slot_sizes(units, kept=False).items():
@@ -161,8 +167,8 @@ class Shares:
 
     @property
     def space(self) -> int:
-        """Bytes in which pieces of gradients arrive that are to be summed."""
-        return sum(space.nbytes for space in self._space)
+        """Bytes in which pieces of gradients leave, and arrive that are to be summed."""
+        return sum(space.nbytes for space in (*self._space, *self._through))
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -249,9 +255,15 @@ class Shares:
         self._untouched -= held.parameters.keys()
         if len(self._open) == len(self._space):
             self._close()
-        space = self._space[self._next % len(self._space)][: held.unit.padded]
+        if self.leaves is not None:
+            for name, view in zip(held.unit.names, held.parameters.values(), strict=True):
+                self.leaves(name, view)
+        place, padded = self._next % len(self._space), held.unit.padded
+        space, through = self._space[place][:padded], self._through[place][:padded] if self._through else None
         add = self._each and held.any_summed
-        held.handle = reduce_scatter(held.full, held.summed, self._group, space, why="gradients", add=add)
+        held.handle = reduce_scatter(
+            held.full, held.summed, self._group, space, why="gradients", add=add, through=through
+        )  # fmt: skip
         held.any_summed = True
         self._open.append(held)
         self._next += 1
@@ -263,7 +275,9 @@ class Shares:
         held.handle.wait()
         held.handle = None
         if held.unit.rest and (self._final or not self._each):
-            all_reduce(held.summed, self._rest[held.unit.rest], why="gradients")
+            # Its place is free of its sum, and not yet another's.
+            through = self._through[held.number % len(self._space)][: held.unit.share] if self._through else None
+            all_reduce(held.summed, self._rest[held.unit.rest], why="gradients", through=through)
 
     def _round(self) -> None:
         """Ends the sums of a microbatch, and makes ready for the next one's."""

@@ -36,7 +36,9 @@ from ..sequential import SequentialModel, SequentialStage
 from .optimizer import Optimizer
 from .step import Body, Run, Trained
 
-COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Types = tuple[torch.dtype, torch.dtype, torch.dtype]
+"""Of compute, of the gradients, and of their sums over ranks."""
 
 
 def build(
@@ -50,8 +52,8 @@ def build(
     plan = settled(plan, trained.facts)
     if plan.epochs and steps is None:
         raise PlanError(f"The plan counts epochs ({plan.epochs}): pass build(..., steps=batches.steps_total) as well.")
-    dtype = torch.float64 if wide else COMPUTE[plan.compute]
-    accumulate = torch.float64 if wide else torch.float32
+    types = _types(plan, wide=wide)
+    dtype = types[0]
 
     # Who holds what, and who does what when; the table is proven before it is used.
     sharding = shard(trained.facts, plan)
@@ -67,7 +69,7 @@ def build(
     # are, or with ZeRO in units, of which dp ranks have shares, whole for as long as they are at work.
     shared = tensor.SharedInput(world.group("tp"))
     bodies, owed, parts = _bodies(plan, trained, sharding, world, shared, dtype, splits=computed.splits)
-    gathering, shares = _shares(plan, sharding, world, dtype, accumulate, parts)
+    gathering, shares = _shares(plan, sharding, world, types, parts)
     kept: dict[str, nn.Parameter] = {}
     for body in bodies.values():
         home = None if shares is None else shares.home
@@ -94,7 +96,7 @@ def build(
     # Where gradients go: to buckets, which are summed over dp while backward goes on, or to their units.
     sink: Buckets | Shares
     if shares is None:
-        sink = _buckets(plan, held, world, parameters, accumulate, parts)
+        sink = _buckets(plan, held, world, parameters, types, parts)
     else:
         sink = shares
         shares.adopt(parameters)
@@ -146,10 +148,16 @@ def _gather_for(
         gathering.attach(unit, share, modules)
 
 
+def _types(plan: Plan, *, wide: bool) -> Types:
+    if wide:
+        return torch.float64, torch.float64, torch.float64
+    return TYPES[plan.compute], TYPES[plan.accumulates], TYPES[plan.reduces]
+
+
 def model_of(plan: Plan, model: Model | nn.Sequential | None, *, wide: bool = False) -> Trained:
     """The model that is trained, which the plan fits: the one given, or the plan's."""
     if isinstance(model, nn.Sequential):
-        return sequential.read(model, plan, torch.float64 if wide else COMPUTE[plan.compute])
+        return sequential.read(model, plan, torch.float64 if wide else TYPES[plan.compute])
     model = model or read(plan.model)
     validate(plan, model.facts)
     return model
@@ -185,7 +193,7 @@ def _bodies(
 
 
 def _shares(
-    plan: Plan, sharding: Sharding, world: World, compute: torch.dtype, accumulate: torch.dtype, parts: Counter[str]
+    plan: Plan, sharding: Sharding, world: World, types: Types, parts: Counter[str]
 ) -> tuple[Gathering | None, Shares | None]:  # fmt: skip
     """ZeRO's homes of weights and gradients."""
     if not sharding.zero:
@@ -194,10 +202,10 @@ def _shares(
     group = world.group("dp" if plan.replicas == 1 else "shard")
     gathering = None
     if sharding.zero == 3:
-        gathering = Gathering(units, group, compute, world.device, kept=plan.keeps_gathered)
+        gathering = Gathering(units, group, types[0], world.device, kept=plan.keeps_gathered)
     rest = {unit.rest: world.group(*unit.rest) for unit in units if unit.rest}
     return gathering, Shares(
-        units, group, rest, compute, accumulate, world.device, parts, each=plan.reduces_each_microbatch,
+        units, group, rest, types, world.device, parts, each=plan.reduces_each_microbatch,
         whole=None if gathering is None else gathering.place,
     )  # fmt: skip
 
@@ -236,13 +244,13 @@ def _recompute(plan: Plan, bodies: Mapping[int, Body]) -> dict[int, Recompute]:
 
 def _buckets(
     plan: Plan, held: tuple[Parameter, ...], world: World, parameters: Mapping[str, nn.Parameter],
-    accumulate: torch.dtype, parts: Counter[str],
+    types: Types, parts: Counter[str],
 ) -> Buckets:  # fmt: skip
-    item = torch.empty((), dtype=accumulate).element_size()
-    grouped = buckets(held, plan.mesh, world.rank, plan.bucket_bytes, item)
+    _, accumulate, reduce = types
+    grouped = buckets(held, plan.mesh, world.rank, plan.bucket_bytes, reduce.itemsize)
     groups = {one.first.summed_over: world.group(*one.first.summed_over) for one in held}
     of_stage = [bucket[0].first.stages_at(world.coordinate["pp"])[0] for bucket in grouped]
-    return Buckets(grouped, of_stage, parameters, groups, accumulate, parts)
+    return Buckets(grouped, of_stage, parameters, groups, accumulate, reduce, parts)
 
 
 def _forwards(plan: Plan, microbatches: int) -> Schedule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -15,19 +16,30 @@ from .watch import Watch
 
 def train(run: Run, batches: Iterable[Given], seen: Callable[[Report], None]) -> Watch:
     """Takes a step on each batch and shows its report to `seen`, on every rank; returns what there was to see of the time
-    and memory of the steps. Copies of a weight that differ before the first step, and numbers that are not finite after
-    any, end the run on all ranks at once, since all see the same."""
+    and memory of the steps. Copies of a weight that differ before the first step, numbers that are not finite after any,
+    and in fp16 too many steps in a row that were skipped for them, end the run on all ranks at once: all see the same."""
     replicas.agree(run)
     watch = Watch(run)
     for batch in watch.over(batches):
         report = run.step(batch)
         seen(report)
-        if not report.finite:
-            raise BadNumbersError(
-                f"step {report.step} has loss {report.loss} and gradient norm {report.grad_norm}: lower lr "
-                f"({run.plan.lr}), add warmup ({run.plan.warmup}) or clip ({run.plan.clip})."
-            )
+        if not report.finite and not (report.skipped and not run.loss_scale.spent(report.scale or 1.0)):
+            raise BadNumbersError(_what_went_bad(run, report))
     return watch
+
+
+def _what_went_bad(run: Run, report: Report) -> str:
+    first, plan = run.first_not_finite(), run.plan
+    named = f"; the first gradient that is not finite is that of {first}" if first else ""
+    way = f"lower lr ({plan.lr}), add warmup ({plan.warmup}) or clip ({plan.clip})"
+    if not report.skipped:
+        return f"step {report.step} has loss {report.loss} and gradient norm {report.grad_norm}{named}: {way}."
+    count = run.loss_scale.in_a_row
+    skips = f"{count} steps in a row overflowed" if count > 1 else "it overflowed"
+    return (
+        f"step {report.step} is skipped in fp16, as {skips} (max_skips {plan.max_skips}), the last at a loss scale of "
+        f"{report.scale:g}{named}: {way}, or set compute bf16."
+    )
 
 
 class Metrics:
@@ -37,6 +49,7 @@ class Metrics:
         self._lines = file.open("w", encoding="utf-8")
 
     def write(self, report: Report) -> None:
+        scaled = {} if report.scale is None else {"scale": report.scale, "skipped": report.skipped}
         self._add({
             "step": report.step,
             "loss": report.loss,
@@ -44,6 +57,7 @@ class Metrics:
             "lr": report.lr,
             "tokens": report.tokens,
             "tokens_per_s": report.tokens_per_s,
+            **scaled,
         })  # fmt: skip
 
     def write_evaluation(self, found: Evaluation) -> None:
@@ -56,5 +70,7 @@ class Metrics:
         })  # fmt: skip
 
     def _add(self, values: dict[str, float]) -> None:
-        self._lines.write(json.dumps(values) + "\n")
+        """What is not finite has no number in JSON."""
+        held = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._lines.write(json.dumps(held) + "\n")
         self._lines.flush()

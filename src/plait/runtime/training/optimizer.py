@@ -1,7 +1,8 @@
 """AdamW over the slices that this rank holds, and the learning rate of each step.
 
-The state is fp32 (fp64 in a wide check). When compute is bf16 the fp32 weights are kept here and published to the
-compute weights after each update. No decay on norms and biases.
+The state is fp32 (fp64 in a wide check). Where compute is narrower the fp32 weights are kept here and published to the
+compute weights after each update. Gradients that are kept in less than fp32 are made wide a tensor at a time. No decay on
+norms and biases.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +31,8 @@ def learning_rate(plan: Plan, step: int, steps: int) -> float:
 
 
 class Optimizer:
-    """`step(lr)` updates from the gradients' buffers and publishes the new weights."""
+    """`step(lr)` updates from the gradients' buffers and publishes the new weights; where `overflow` is true (on the
+    device) weights and state stay as they are, to the bit, and no update is counted."""
 
     def __init__(
         self,
@@ -40,18 +43,31 @@ class Optimizer:
     ) -> None:
         self._published: list[tuple[nn.Parameter, Tensor]] = []
         self.weights: dict[str, nn.Parameter] = {}
+        self._overflow = torch.from_numpy(numpy.zeros((), numpy.float32))
+        """What torch's fused update reads, of fp32 whatever it updates (a check would make any other way to it wide)."""
+        together: list[Parameter] = []
+        self._narrow: list[tuple[torch.optim.AdamW, Tensor, Tensor]] = []
+        """What is updated by itself, from a gradient that is not as wide as the weight."""
         for one in held:
             parameter, gradient = parameters[one.name], gradients[one.name]
-            weight = parameter
-            if parameter.dtype != gradient.dtype:
-                weight = nn.Parameter(parameter.detach().to(gradient.dtype))
+            weight, wide = parameter, torch.promote_types(parameter.dtype, torch.float32)
+            if parameter.dtype != wide:
+                weight = nn.Parameter(parameter.detach().to(wide))
                 self._published.append((parameter, weight))
-            weight.grad = gradient
             self.weights[one.name] = weight
+            self._overflow = self._overflow.to(weight.device)
+            if gradient.dtype is wide:
+                weight.grad = gradient
+                together.append(one)
+            else:
+                self._narrow.append((self._made(plan, [one]), weight, gradient))
+        self._all = [*([self._made(plan, together)] if together else []), *(adamw for adamw, _, _ in self._narrow)]
+
+    def _made(self, plan: Plan, held: list[Parameter]) -> torch.optim.AdamW:
         decays = [self.weights[one.name] for one in held if one.first.decays]
         others = [self.weights[one.name] for one in held if not one.first.decays]
         groups = [{"params": decays, "weight_decay": plan.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self._adamw = torch.optim.AdamW(
+        return torch.optim.AdamW(
             [group for group in groups if group["params"]],
             lr=plan.lr,
             betas=(plan.beta1, plan.beta2),
@@ -59,10 +75,20 @@ class Optimizer:
             fused=True,
         )
 
-    def step(self, lr: float) -> None:
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
-        self._adamw.step()
+    def step(self, lr: float, overflow: Tensor | None = None) -> None:
+        if overflow is not None:
+            self._overflow.copy_(overflow)
+        for adamw in self._all:
+            for group in adamw.param_groups:
+                group["lr"] = lr
+            if overflow is not None:
+                adamw.found_inf = self._overflow  # type: ignore[attr-defined]  # as torch's GradScaler does
+        for adamw in self._all[: len(self._all) - len(self._narrow)]:
+            adamw.step()
+        for adamw, weight, gradient in self._narrow:
+            weight.grad = gradient.to(weight.dtype)
+            adamw.step()
+            weight.grad = None
         with torch.no_grad():
             for parameter, weight in self._published:
                 parameter.copy_(weight)
@@ -70,14 +96,16 @@ class Optimizer:
     @property
     def rate(self) -> float:
         """The learning rate of the last update."""
-        return float(self._adamw.param_groups[0]["lr"])
+        return float(self._all[0].param_groups[0]["lr"])
 
     @property
     def held(self) -> tuple[int, int]:
         """Bytes of its own weights, where compute is narrower than they, and of AdamW's state."""
-        state = [value for values in self._adamw.state.values() for value in values.values()]
+        states = [values for adamw in self._all for values in adamw.state.values()]
+        state = [value for values in states for value in values.values()]
         return sum(weight.nbytes for _, weight in self._published), sum(value.nbytes for value in state)
 
     def moments(self, name: str) -> tuple[Tensor, Tensor]:
-        state = self._adamw.state[self.weights[name]]
+        weight = self.weights[name]
+        state = next(adamw.state[weight] for adamw in self._all if weight in adamw.state)
         return state["exp_avg"], state["exp_avg_sq"]

@@ -1,6 +1,9 @@
 """One training step, and the run that takes it.
 
 count target tokens -> carry out the schedule -> norm and clip -> optimizer (which publishes) -> report
+
+In fp16 the loss is scaled, and a step whose numbers are not finite updates nothing: weights, the optimizer's state and
+learning rate are those of before, and the data goes on.
 """
 
 from __future__ import annotations
@@ -8,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -32,7 +35,8 @@ from ..parallel.tensor import SharedInput
 from ..parallel.tied import TiedWeights
 from ..parallel.zero import Shares
 from ..sequential import SequentialModel, SequentialStage
-from .gradients import clip, loss_and_norm, squared_norm
+from .gradients import clip, loss_and_norm, overflow, squared_norm, unscaled
+from .loss_scale import LossScale, Suspects
 from .optimizer import Optimizer, learning_rate
 
 Trained = Model | SequentialModel
@@ -51,7 +55,8 @@ def _unseen(moment: Moment) -> None: ...
 
 @dataclass(frozen=True)
 class Report:
-    """What a step says of itself; `loss` is the mean over the step's target tokens, `tokens` counts those."""
+    """What a step says of itself; `loss` is the mean over the step's target tokens, `tokens` counts those. `scale` is
+    what the loss was multiplied by, where it was, and `skipped` says that the step overflowed in fp16: no update."""
 
     step: int
     loss: float
@@ -59,6 +64,8 @@ class Report:
     lr: float
     tokens: int
     seconds: float
+    scale: float | None = None
+    skipped: bool = False
 
     @property
     def finite(self) -> bool:
@@ -92,6 +99,9 @@ class Run:
         """The loss, where it is here and goes over its logits in chunks."""
         self.steps = steps or plan.steps
         self.done = 0
+        """Steps; those that were skipped in fp16 are no updates, and the learning rate does not count them."""
+        self.loss_scale = LossScale(plan)
+        self._suspects: Suspects | None = None
         self.forward_pipeline, self.evaluation_pipeline = forward, evaluation
         self.laps: dict[str, Any] = {}
         """When the parts of the last step ended: tokens counted, batch here, pipeline begun, gradients
@@ -170,11 +180,14 @@ class Run:
         self.clock.start()
         for body in self.bodies.values():
             body.step = self.done
-        share = self.pipeline.run(microbatches, inverse)
+        scale = self.loss_scale.value
+        self._watch_gradients()
+        share = self.pipeline.run(microbatches, inverse, scale)
         self.forget()
         self.tied.reduce()
         if self.gathering is not None:
             self.gathering.end()
+        unscaled(self.sink.buffers, scale)
         laps["reduced"] = self.clock.now()
         at("reduced")
 
@@ -186,8 +199,8 @@ class Run:
         clip(self.sink.buffers, norm, plan.clip)
         at("clipped")
 
-        lr = learning_rate(plan, self.done, self.steps)
-        self.optimizer.step(lr)
+        lr = learning_rate(plan, self.done - self.loss_scale.skipped, self.steps)
+        self.optimizer.step(lr, overflow(loss, norm) if plan.skips else None)
         self.tied.publish()
         self.sink.publish()
         laps["updated"], self.waits = self.clock.now(), tuple(world.ledger.waits)
@@ -195,4 +208,21 @@ class Run:
         self.done += 1
         with world.waiting("the numbers of the step"):
             numbers = torch.stack((loss, norm, weight.double())).tolist()  # the step's one host sync
-        return Report(self.done, numbers[0], numbers[1], lr, int(numbers[2]), time.perf_counter() - begin)
+        report = Report(self.done, numbers[0], numbers[1], lr, int(numbers[2]), time.perf_counter() - begin)
+        skipped = self.loss_scale.learn(finite=report.finite)
+        return replace(report, scale=scale if plan.skips or scale != 1 else None, skipped=skipped)
+
+    def _watch_gradients(self) -> None:
+        """After a step that was skipped, looks for where the next one overflows, before sums take it to other ranks."""
+        self._suspects = Suspects() if self.loss_scale.in_a_row else None
+        self.sink.leaves = None if self._suspects is None else self._suspects.look
+
+    def first_not_finite(self) -> str:
+        """The gradient of the last step that is not finite and nearest to the loss, and its ranks, in words: those that
+        made it, or where nobody had reason to look, those that have its sum. Empty where all are. All ranks must ask."""
+        suspects = self._suspects
+        if suspects is None:
+            suspects = Suspects()
+            for name, gradient in self.sink.gradients.items():
+                suspects.look(name, gradient)
+        return suspects.first(self.sharding, self.world)

@@ -41,7 +41,8 @@ class TensorBoard:
         return SummaryWriter(str(self._folder))
 
     def write(self, report: Report) -> None:
-        for name in ("loss", "grad_norm", "lr", "tokens", "tokens_per_s"):
+        scaled = () if report.scale is None else ("scale", "skipped")
+        for name in ("loss", "grad_norm", "lr", "tokens", "tokens_per_s", *scaled):
             self._writer.add_scalar(name, getattr(report, name), report.step)
 
     def close(self, step: int, text: str) -> None:
