@@ -4,8 +4,10 @@ that it is in nobody else's; the package is optional."""
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import os
+from contextlib import redirect_stdout
 
 import torch.distributed as dist
 
@@ -27,7 +29,8 @@ def deepspeed(*, stage: int) -> Race:
             "train_batch_size": work.rows, "train_micro_batch_size_per_gpu": work.rows // seat.ranks,
             "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
         }  # fmt: skip
-        engine, *_ = package.initialize(model=net, optimizer=adamw(work, net.parameters()), config=given)
+        with redirect_stdout(io.StringIO()):
+            engine, *_ = package.initialize(model=net, optimizer=adamw(work, net.parameters()), config=given)
 
         def step() -> float:
             loss = engine(input_ids=rows, labels=rows).loss
