@@ -147,7 +147,7 @@ def _bench(given: argparse.Namespace, entrants: list[Contestant], scratch: Path,
     sizes: dict[str, Record] = {}
     if not given.no_memory:
         sizes = _memory(given, entrants, scratch, say)
-    courses = [
+    courses: list[dict[str, Any]] = [
         {
             "name": course.name, "rounds": rounds, "profile": profiled, "work": _described(work),
             "contestants": results.contestants(track.records, sizes, work),

@@ -39,7 +39,7 @@ def rows_of(pieces: Iterable[Tensor]) -> list[Tensor]:
 def _joined(pieces: list[Tensor]) -> Iterator[Tensor]:
     """The pieces of one storage, flat, each joined with those that follow it without a gap. An overlap counts twice."""
     spans: list[list[int]] = []
-    for start, size in sorted((piece.storage_offset(), piece.numel()) for piece in pieces if piece.numel()):
+    for start, size in sorted((int(piece.storage_offset()), piece.numel()) for piece in pieces if piece.numel()):
         if spans and start == spans[-1][1]:
             spans[-1][1] += size
         else:
