@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 BENCH := $(VENV)/.ready-bench
 WEIGHTS := $(VENV)/.weights
 
-.PHONY: demo test test-weights figures bench clean
+.PHONY: demo test test-weights figures bench bench-zero clean
 
 demo: $(READY)
 	$(BIN)/plait demo
@@ -23,9 +23,12 @@ test-weights: $(WEIGHTS)
 figures: $(READY)
 	$(BIN)/python docs/figures.py
 
-# Half an hour on 2 cores that do nothing else; the peers need what the extra 'bench' brings.
+# Half an hour each on 2 cores that do nothing else; the peers need what the extra 'bench' brings.
 bench: $(BENCH)
-	$(BIN)/python -m bench --profile --profile-steps 10 --write docs/bench.md --json build/bench.json
+	$(BIN)/python -m bench --group layouts --profile --profile-steps 10 --write docs/bench.md --json build/bench.json
+
+bench-zero: $(BENCH)
+	$(BIN)/python -m bench --group zero --profile --profile-steps 10 --write docs/bench.md --json build/bench-zero.json
 
 $(BENCH): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'

@@ -17,17 +17,15 @@ from typing import Any, NoReturn
 from transformers.utils import logging
 
 from . import results, tables
-from .contestants.contestant import Contestant
-from .contestants.field import COURSES, FIELD, ONE, RIVALS
+from .contestants.contestant import Contestant, Course
+from .contestants.field import COURSES, FIELD, GROUPS, ONE, RIVALS
 from .memory import memory
 from .parked import Lost, freeze, in_child, single_threaded
 from .prediction import predictions
 from .rounds import Record, Track
-from .work import BASE, MEM, SMALL, Work, prepare
+from .work import MEM, SMALL, Work, prepare
 
 FIRST_STEPS = 3
-MOST_RANKS_OF_MEMORY = 2
-"""Contestants of more ranks are left out of the work `mem`, which is one of size and not of speed."""
 
 
 def options(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -37,6 +35,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--most", type=int, default=27, help="rounds in all, while a bar's ratio is not known to 5 %% [27]"
     )
     parser.add_argument("--steps", type=int, default=2, help="steps of a turn [2]")
+    parser.add_argument("--group", choices=GROUPS, help="the courses of this group alone")
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="NAME", help="contestants with one of these in the name"
     )
@@ -47,7 +46,9 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-speed", action="store_true", help="leave out the rounds; first losses and memory alone")
     parser.add_argument("--plain-adamw", action="store_true", help="the peers' AdamW is torch's default, not fused")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the tables into a page, at their marks")
+    parser.add_argument(
+        "--write", type=Path, metavar="PAGE", help="write the group's tables into a page, at their marks"
+    )
     parser.add_argument("--list", action="store_true", help="list the contestants")
     given = parser.parse_args(words)
     if given.quick:
@@ -55,20 +56,23 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     if min(given.rounds, given.steps, given.profile_steps) < 1:
         parser.error("--rounds, --steps and --profile-steps are 1 or more")
     if given.write:
+        if not given.group:
+            parser.error("--write takes the tables of one --group")
         try:
-            tables.around(given.write)
+            tables.around(given.write, given.group)
         except (OSError, ValueError) as error:
             parser.error(f"--write: {error}")
     return given
 
 
-def chosen(only: Sequence[str]) -> list[Contestant]:
-    """The contestants that take part, and always the one process whose losses are everyone's."""
-    found = [one for one in FIELD if one.name == ONE or not only or any(part in one.name for part in only)]
-    strange = [part for part in only if not any(part in one.name for one in FIELD)]
+def chosen(only: Sequence[str], group: str | None = None) -> list[Contestant]:
+    """The contestants that are asked for, and always the one process whose losses are everyone's."""
+    here = [one for one in FIELD if group in (None, one.course.group)]
+    strange = [part for part in only if not any(part in one.name for one in here)]
     if strange:
         raise SystemExit(f"no contestant has {strange} in its name: --list shows them")
-    return found
+    asked = [one.name for one in here if not only or any(part in one.name for part in only)]
+    return [one for one in FIELD if one.name == ONE or one.name in asked]
 
 
 def profile(track: Track, steps: int) -> list[dict[str, Any]]:
@@ -90,9 +94,10 @@ def profile(track: Track, steps: int) -> list[dict[str, Any]]:
 def main(words: Sequence[str] | None = None) -> int:
     given = options(words)
     if given.list:
-        print("\n".join(f"{one.name:14} {one.label}, {one.ranks}" for one in FIELD))
+        print("\n".join(f"{one.course.group:8} {one.name:20} {one.label}, {one.ranks}" for one in FIELD))
         return 0
-    entrants, begin = chosen(given.only), time.monotonic()
+    asked, begin = chosen(given.only, given.group), time.monotonic()
+    entrants = [one for one in asked if not one.absent]
     logging.disable_progress_bar()
     if not single_threaded():
         raise SystemExit("this process has several threads, and its forks might hang: start it as python -m bench")
@@ -112,12 +117,13 @@ def main(words: Sequence[str] | None = None) -> int:
         "date": date,
         "command": shlex.join(["python", "-m", "bench", *(sys.argv[1:] if words is None else words)]),
         "seconds": time.monotonic() - begin,
+        "absent": [{"label": f"{one.label}, {one.ranks}", "why": one.absent} for one in asked if one.absent],
     }
     if given.json:
         given.json.parent.mkdir(parents=True, exist_ok=True)
         given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if given.write:
-        tables.write(given.write, found)
+        tables.write(given.write, found, given.group)
     tables.show(found)
     rows = (row for course in found["courses"] for row in course["contestants"])
     return 0 if not any(row["trouble"] or row["memory_trouble"] for row in rows) else 1
@@ -129,47 +135,51 @@ def _terminated(number: int, frame: object) -> NoReturn:
 
 
 def _bench(given: argparse.Namespace, entrants: list[Contestant], scratch: Path, say: Any) -> dict[str, Any]:
-    work = replace(SMALL if given.quick else BASE, folder=scratch / "speed", fused=not given.plain_adamw)
-    in_child(lambda: prepare(work))
+    works = {
+        work: replace(SMALL if given.quick else work, folder=scratch / work.name, fused=not given.plain_adamw)
+        for work in dict.fromkeys(one.course.work for one in entrants)
+    }
+    for work in works.values():
+        in_child(lambda work=work: prepare(work))  # type: ignore[misc]
     here = results.machine()
-    tracks = [_course(given, course, entrants, work, say) for course in COURSES]
-    raced = [track for track in tracks if track]
+    raced = [track for course in COURSES if (track := _course(given, course, entrants, works, say))]
     say("speed is done")
     sizes: dict[str, Record] = {}
     if not given.no_memory:
         sizes = _memory(given, entrants, scratch, say)
-    courses = [
+    courses: list[dict[str, Any]] = [
         {
-            "name": course, "rounds": rounds, "profile": profiled,
+            "name": course.name, "rounds": rounds, "profile": profiled, "work": _described(work),
             "contestants": results.contestants(track.records, sizes, work),
             "rivals": results.rivals(track.records, sizes, work),
             "ceilings": results.ceilings(track.records, work),
             "predictions": predictions(track.records, work),
         }
         for course, track, rounds, profiled in raced
+        for work in [works[course.work]]
     ]  # fmt: skip
-    everyone = [row for _, track, _, _ in raced for row in results.contestants(track.records, sizes, work)]
+    everyone = [row for course in courses for row in course["contestants"]]
     return {
         "machine": here | {"others": results.machine_share(everyone)},
-        "work": _described(work),
         "turns": {"rounds": max(rounds for _, _, rounds, _ in raced), "steps": given.steps},
         "courses": courses,
     }
 
 
 def _course(
-    given: argparse.Namespace, course: str, entrants: list[Contestant], work: Work, say: Any
-) -> tuple[str, Track, int, list[dict[str, Any]]] | None:
-    """The rounds of one course, and the profiles of those in it; None when nobody of it takes part."""
+    given: argparse.Namespace, course: Course, entrants: list[Contestant], works: dict[Work, Work], say: Any
+) -> tuple[Course, Track, int, list[dict[str, Any]]] | None:
+    """The rounds of one course, and the profiles of those in it; None when nobody of it takes part. `works` are those
+    that are prepared, by what a course calls them."""
     here = [one for one in entrants if one.course == course and (one.name != ONE or len(entrants) == 1)]
     if not here:
         return None
     profiled, rounds = list[dict[str, Any]](), 0
     first = [one for one in entrants if one.name == ONE and one not in here]
-    say(f"course: {course}")
-    with Track([*first, *here], work, first=FIRST_STEPS, say=say) as track:
+    say(f"course: {course.name}")
+    with Track([*first, *here], works[course.work], first=FIRST_STEPS, say=say) as track:
         if not given.no_speed:
-            rounds = track.rounds(given.rounds, given.most, given.steps, RIVALS)
+            rounds = track.rounds(given.rounds, given.most, given.steps * course.longer, RIVALS)
         if given.profile:
             profiled = profile(track, given.profile_steps)
     return course, track, rounds, profiled
@@ -178,7 +188,7 @@ def _course(
 def _memory(given: argparse.Namespace, entrants: list[Contestant], scratch: Path, say: Any) -> dict[str, Record]:
     work = replace(SMALL if given.quick else MEM, folder=scratch / "memory", fused=not given.plain_adamw)
     in_child(lambda: prepare(work))
-    small = [one for one in entrants if one.ranks <= MOST_RANKS_OF_MEMORY and one.threads == 1]
+    small = [one for one in entrants if one.ranks <= one.course.weighed and one.threads == 1]
     return memory(small, work, say)
 
 

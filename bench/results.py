@@ -73,7 +73,8 @@ def rivals(speed: dict[str, Record], sizes: dict[str, Record], work: Work) -> li
             bar *= 1 - bubble(one.less_bubble, speed[one.ours], work)
         found.append(
             asdict(one)
-            | {"bar": bar, "ratio": estimate(it), "verdict": verdict(it, bar), "memory": most_memory(sizes, one)}
+            | {"bar": bar, "ratio": estimate(it), "verdict": verdict(it, bar)}
+            | {"memory": (share := most_memory(sizes, one)), "memory_verdict": memory_verdict(share, one.memory_bar)}
         )
     return found
 
@@ -82,6 +83,12 @@ def most_memory(sizes: dict[str, Record], one: Rivals) -> float | None:
     """The memory of our fullest rank over that of theirs, where both were measured."""
     ours, theirs = (sizes[name].memory if name in sizes else [] for name in (one.ours, one.theirs))
     return max(ours) / max(theirs) if ours and theirs else None
+
+
+def memory_verdict(share: float | None, bar: float | None) -> str:
+    if share is None or bar is None:
+        return ""
+    return "met" if share <= bar else "not met"
 
 
 def ceilings(speed: dict[str, Record], work: Work) -> list[dict[str, Any]]:

@@ -47,7 +47,7 @@ class BenchSeat:
         return len(self._lines)
 
     def begin(self) -> None:
-        """This process has just been forked: what it has now is what it did not build."""
+        """What this process has now is what it did not build."""
         self._uss = private_bytes()
 
     def at(self, rank: int, meet: Callable[[], object], shared: Callable[[], int]) -> BenchSeat:

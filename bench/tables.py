@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as RichTable
 
-BEGIN, END = "<!-- bench -->", "<!-- end -->"
+BEGIN, END = "<!-- bench {} -->", "<!-- end -->"
 MOST_FUNCTIONS = 10
 
 Results = dict[str, Any]
@@ -27,7 +27,7 @@ class Table:
 def tables(results: Results) -> list[Table]:
     """Those for which there are numbers, course by course."""
     found = [
-        replace(table, title=f"{course['name'].capitalize()}: {table.title}")
+        replace(table, title=f"{course['name'][0].upper()}{course['name'][1:]}: {table.title}")
         for course in results["courses"]
         for table in (
             contestants(course),
@@ -75,12 +75,13 @@ def rivals(results: Results) -> Table:
     rows = [
         (labels[row["ours"]], labels[row["theirs"]], value(row["ratio"], 3), interval(row["ratio"], 3),
          "" if row["bar"] is None else f"{row['bar']:.3g}", row["verdict"],
-         "" if row["memory"] is None else f"{row['memory']:.2f}")
+         "" if row["memory"] is None else f"{row['memory']:.2f}",
+         "" if row["memory_bar"] is None else f"{row['memory_bar']:.3g}", row["memory_verdict"])
         for row in results["rivals"]
     ]  # fmt: skip
     return Table(
         "plait's speed over its peer's",
-        ("plait", "peer", "ratio", "95 %", "bar", "", "memory, of the peer's"),
+        ("plait", "peer", "ratio", "95 %", "bar", "", "memory, of the peer's", "at most", ""),
         tuple(rows),
     )
 
@@ -132,10 +133,11 @@ def functions(results: Results) -> list[Table]:
 
 def heading(results: Results) -> str:
     """When, with what, on what."""
-    here, work, turns = results["machine"], results["work"], results["turns"]
+    here, turns = results["machine"], results["turns"]
+    works = " and ".join(dict.fromkeys(course["work"]["name"] for course in results["courses"]))
     others = f"; others used up to {100 * here['others']:.0f} % of it in a turn" if here.get("others") else ""
     return (
-        f"{results['date']}, `{results['command']}`: {work['name']}, {turns['rounds']} rounds of {turns['steps']} steps "
+        f"{results['date']}, `{results['command']}`: {works}, {turns['rounds']} rounds of {turns['steps']} steps "
         f"a turn, {results['seconds']:.0f} s in all. {here['cores']} cores ({here['processor']}), "
         f"Python {here['python']}, torch {here['torch']}, transformers {here['transformers']}, "
         f"plait {here['plait']}{others}."
@@ -145,9 +147,12 @@ def heading(results: Results) -> str:
 def troubles(results: Results) -> list[str]:
     """A sentence for each contestant that is not compared."""
     rows = [row for course in results["courses"] for row in course["contestants"]]
-    return [f"{row['name']} is not compared: {row['trouble']}." for row in rows if row["trouble"]] + [
-        f"{row['name']} has no memory: {row['memory_trouble']}." for row in rows if row["memory_trouble"]
-    ]
+    absent = [f"{one['label']} took no part: {one['why']}." for one in results["absent"]]
+    return (
+        absent
+        + [f"{row['name']} is not compared: {row['trouble']}." for row in rows if row["trouble"]]
+        + [f"{row['name']} has no memory: {row['memory_trouble']}." for row in rows if row["memory_trouble"]]
+    )
 
 
 # --- three readers
@@ -202,16 +207,17 @@ def _code(cell: str) -> str:
     return f"`{cell.replace('|', '/')}`" if set(cell) & set("<>|_*{}") else cell
 
 
-def around(page: Path) -> tuple[str, str]:
-    """What stands before and after the place that a page marks for the tables; a `ValueError` where it marks none."""
-    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+def around(page: Path, group: str) -> tuple[str, str]:
+    """What stands before and after a page's place for the tables of a group; a `ValueError` where it marks none."""
+    mark = BEGIN.format(group)
+    before, begin, rest = page.read_text(encoding="utf-8").partition(mark)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"{page} marks no place for the tables: it needs the lines {BEGIN} and {END}")
+        raise ValueError(f"{page} marks no place for the tables: it needs the lines {mark} and {END}")
     return before, after
 
 
-def write(page: Path, results: Results) -> None:
-    """Puts the tables in their place on the page."""
-    before, after = around(page)
-    page.write_text(f"{before}{BEGIN}\n\n{markdown(results)}\n\n{END}{after}", encoding="utf-8")
+def write(page: Path, results: Results, group: str) -> None:
+    """Puts the tables of a group in their place on the page."""
+    before, after = around(page, group)
+    page.write_text(f"{before}{BEGIN.format(group)}\n\n{markdown(results)}\n\n{END}{after}", encoding="utf-8")

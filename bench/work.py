@@ -2,7 +2,8 @@
 
     base   8 layers, hidden 256, vocabulary  4096 ( 8.9 M parameters), 8 rows of 256 tokens: speed
     mem    8 layers, hidden 768, vocabulary 16384 (82 M parameters),   8 rows of  64 tokens: memory
-    small  4 layers, hidden  64, vocabulary   256, 8 rows of  32 tokens: whether everything runs
+    small  4 layers, hidden  64, vocabulary   256, 8 rows of  32 tokens: what a step costs besides computation, and
+                                                                         whether everything runs
 
 The loss is the mean over the tokens that have a next one in their row, so a row of s tokens has s - 1 targets. The first
 weights are plait's draw, written once as a transformers checkpoint, so that every contestant starts from the same bits.
@@ -110,14 +111,16 @@ def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def adamw(work: Work, parameters: Iterable[nn.Parameter], **how: Any) -> torch.optim.Optimizer:
-    """AdamW that decays matrices and no norms, as plait does."""
+def decayed_apart(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """The groups of an optimizer that decays matrices and no norms, as plait does."""
     everyone = list(parameters)
     groups = [
         {"params": [p for p in everyone if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in everyone if p.dim() <= 1], "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]
+
+
+def adamw(work: Work, parameters: Iterable[nn.Parameter], **how: Any) -> torch.optim.Optimizer:
     how = {"fused": True} if work.fused else how
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, **how
-    )
+    return torch.optim.AdamW(decayed_apart(parameters), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, **how)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Protocol
 
-from ..work import Work
+from ..work import BASE, Work
 
 Step = Callable[[], float | None]
 """One optimizer step; this rank's mean loss before it, or None where the rank has none."""
@@ -23,6 +24,10 @@ class Seat(Protocol):
     @property
     def ranks(self) -> int: ...
 
+    def begin(self) -> None:
+        """What this process has now is what it did not build: for libraries that only its own ranks import."""
+        ...
+
     def serve(self, step: Step, split: Split | None = None, times: Split | None = None) -> None:
         """Takes the contestant's step whenever the bench asks; returns at the end of the bench. `times` says how long
         the actions of the last step took, and is asked after each turn."""
@@ -38,7 +43,21 @@ Race = Callable[[Work, Seat], None]
 """Builds, serves, closes."""
 
 
-DATA_AND_TENSOR = "data and tensor parallel"
+@dataclass(frozen=True)
+class Course:
+    """Contestants that are alive together and compared with each other, at one work."""
+
+    name: str
+    group: str
+    """The courses of one group are run and written together."""
+    work: Work = BASE
+    longer: int = 1
+    """How many times the steps of a turn are taken: for steps that are short."""
+    weighed: int = 2
+    """The most ranks of contestants whose memory is measured."""
+
+
+DATA_AND_TENSOR = Course("data and tensor parallel", "layouts")
 
 
 @dataclass(frozen=True)
@@ -55,5 +74,12 @@ class Contestant:
     """How many of its first losses must be those of one process."""
     profiled: bool = False
     """Whether --profile looks at it."""
-    course: str = DATA_AND_TENSOR
-    """Where it takes part: the contestants of one course are alive together, and only they are compared."""
+    course: Course = DATA_AND_TENSOR
+    """Where it takes part."""
+    needs: str = ""
+    """A package without which it is left out."""
+
+    @property
+    def absent(self) -> str:
+        """Why it cannot take part; empty where it can."""
+        return f"no package {self.needs} is installed" if self.needs and find_spec(self.needs) is None else ""

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from . import ceiling, dtensor_tp, one_process, torch_ddp, transformers_tp
-from .contestant import Contestant
+from ..work import SMALL
+from . import ceiling, deepspeed_zero, dtensor_tp, one_process, torch_ddp, transformers_tp
+from .contestant import Contestant, Course
+from .deepspeed_zero import deepspeed
+from .fsdp2 import fsdp2
 from .plait_run import laid_out
 from .torch_pipelining import pipelining
 
 ONE = "one-1t"
 """The contestant whose losses are everyone's."""
 
-STAGE = "one stage"
+STAGE = Course("one stage", "layouts")
+HOST = Course("host", "zero", SMALL, longer=10, weighed=0)
+"""A model so small that a step is mostly what is done besides computing."""
 
 
-def pipelines(ranks: int) -> str:
-    return f"pipelines of {ranks} ranks"
+def pipelines(ranks: int) -> Course:
+    return Course(f"pipelines of {ranks} ranks", "layouts")
+
+
+def shared_out(ranks: int) -> Course:
+    return Course(f"ZeRO on {ranks} ranks", "zero", weighed=4)
 
 
 ALONE = (
@@ -73,9 +83,47 @@ ACCUMULATION = (
     Contestant("plait-one-stage", "plait, 1 stage, 8 microbatches", 1, laid_out(microbatches=8), launches=True,
                profiled=True, course=STAGE),
 )  # fmt: skip
-FIELD = (*ALONE, *DATA, *TENSOR, *PIPELINES, TIMED, *ACCUMULATION)
+STAGES: dict[str, dict[str, Any]] = {
+    "zero1": {"zero": 1}, "zero2": {"zero": 2}, "zero3": {"zero": 3}, "zero3-keep": {"zero": 3, "keep_gathered": "yes"},
+}  # fmt: skip
+LABELS = {"zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "zero3-keep": "ZeRO-3, kept"}
+"""plait's stages of ZeRO; a ZeRO-3 that keeps what it has gathered is what FSDP2 without resharding is."""
+SAME_STAGE = {
+    "zero1": ("ddp-zero1", "deepspeed1"), "zero2": ("deepspeed2",), "zero3": ("fsdp2", "deepspeed3"),
+    "zero3-keep": ("fsdp2-keep",),
+}  # fmt: skip
+"""Their peers."""
+ZERO = tuple(
+    one
+    for n in (2, 4)
+    for one in (
+        Contestant(f"ceiling-zero-{n}", "no communication", n, ceiling.race, proven=1, course=shared_out(n)),
+        Contestant(f"ddp-zero1-{n}", "torch DDP + ZeroRedundancyOptimizer", n, torch_ddp.race_zero, course=shared_out(n)),
+        Contestant(f"fsdp2-{n}", "torch FSDP2", n, fsdp2(reshard=True), course=shared_out(n)),
+        Contestant(f"fsdp2-keep-{n}", "torch FSDP2, no reshard", n, fsdp2(reshard=False), course=shared_out(n)),
+        *(
+            Contestant(f"deepspeed{stage}-{n}", f"DeepSpeed ZeRO-{stage}", n, deepspeed(stage=stage),
+                       course=shared_out(n), needs=deepspeed_zero.PACKAGE)
+            for stage in (1, 2, 3)
+        ),
+        *(
+            Contestant(f"plait-{stage}-{n}", f"plait {LABELS[stage]}", n, laid_out(dp=n, **degrees), launches=True,
+                       profiled=True, course=shared_out(n))
+            for stage, degrees in STAGES.items()
+        ),
+    )
+)  # fmt: skip
+TINY = (
+    Contestant("plait-tiny-1", "plait, 1 rank", 1, laid_out(), launches=True, profiled=True, course=HOST),
+    Contestant("fsdp2-tiny-2", "torch FSDP2", 2, fsdp2(reshard=True), course=HOST),
+    Contestant(
+        "plait-tiny-zero3-2", "plait ZeRO-3", 2, laid_out(dp=2, zero=3), launches=True, profiled=True, course=HOST
+    ),
+)
+FIELD = (*ALONE, *DATA, *TENSOR, *PIPELINES, TIMED, *ACCUMULATION, *ZERO, *TINY)
 COURSES = tuple(dict.fromkeys(one.course for one in FIELD))
 """In each of them the one process takes part."""
+GROUPS = tuple(dict.fromkeys(course.group for course in COURSES))
 
 
 @dataclass(frozen=True)
@@ -88,6 +136,8 @@ class Rivals:
     bar: float | None = None
     less_bubble: str = ""
     """A schedule: the bar is `bar` of what its bubble leaves, simulated with the times of its own run."""
+    memory_bar: float | None = None
+    """The most that our fullest rank may have, as a share of theirs."""
 
 
 RIVALS = (
@@ -98,11 +148,20 @@ RIVALS = (
     *(Rivals(f"plait-{s}-{n}", f"torch-{s}-{n}", bar=1.0) for n in (2, 4) for s in SCHEDULES),
     *(Rivals(f"plait-{s}-2", "ceiling-pp-2", bar=0.95, less_bubble=s) for s in (*SCHEDULES, *OURS)),
     Rivals("plait-one-stage", "one-accumulates", bar=round(1 / 1.02, 3)),
+    *(
+        Rivals(f"plait-{stage}-{n}", f"{peer}-{n}", bar=1.15 if (peer, n) == ("fsdp2", 4) else 1.0, memory_bar=1.0)
+        for n in (2, 4)
+        for stage, peers in SAME_STAGE.items()
+        for peer in peers
+    ),
+    Rivals("plait-zero3-4", "ceiling-zero-4", bar=0.90),
+    Rivals("plait-tiny-1", ONE, bar=round(1 / 1.1, 3)),
+    Rivals("plait-tiny-zero3-2", "fsdp2-tiny-2", bar=1.0),
 )
 
 
 def ceiling_of(one: Contestant) -> str | None:
-    """The contestant that bounds another from above; one process is bounded by none."""
-    if one.ranks == 1:
-        return None
-    return f"ceiling-pp-{one.ranks}" if one.course == pipelines(one.ranks) else f"ceiling-{one.ranks}"
+    """The contestant that bounds another of its course from above, where there is one."""
+    return next(
+        (it.name for it in FIELD if it.race is ceiling.race and (it.course, it.ranks) == (one.course, one.ranks)), None
+    )

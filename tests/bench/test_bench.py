@@ -14,9 +14,20 @@ import pytest
 from bench import tables
 from bench.command import chosen, options
 from bench.contestants.contestant import Contestant
-from bench.contestants.field import COURSES, FIELD, ONE, RIVALS, SCHEDULES, Rivals, ceiling_of
+from bench.contestants.field import (
+    COURSES,
+    FIELD,
+    GROUPS,
+    ONE,
+    RIVALS,
+    SAME_STAGE,
+    SCHEDULES,
+    STAGES,
+    Rivals,
+    ceiling_of,
+)
 from bench.measure import Estimate, busy, median, private, private_bytes, ratio, spread
-from bench.results import verdict
+from bench.results import memory_verdict, verdict
 from bench.rounds import Record, compare, gap, mean_losses, order
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +88,12 @@ def test_the_spread() -> None:
 )
 def test_a_bar_is_met_when_the_ratio_reaches_it_and_is_known(found: Estimate, bar: float | None, said: str) -> None:
     assert verdict(found, bar) == said
+
+
+def test_a_bar_of_memory() -> None:
+    assert memory_verdict(1.0, 1.0) == "met"
+    assert memory_verdict(1.01, 1.0) == "not met"
+    assert memory_verdict(None, 1.0) == memory_verdict(0.5, None) == ""
 
 
 # --- the system's files
@@ -151,15 +168,37 @@ def test_the_field_is_sound() -> None:
     held = {(one.ours, one.theirs) for one in RIVALS if one.bar == 1.0}
     assert {(f"plait-dp-{n}", f"torch-ddp-{n}") for n in (2, 4)} <= held
     assert {(f"plait-{name}-{n}", f"torch-{name}-{n}") for n in (2, 4) for name in SCHEDULES} <= held
-    assert all(ceiling_of(one) in {*field, None} for one in FIELD)
-    assert len(COURSES) == 4
+    shared = {(one.ours, one.theirs) for one in RIVALS if one.bar in (1.0, 1.15) and one.memory_bar == 1.0}
+    assert {
+        (f"plait-{stage}-{n}", f"{peer}-{n}") for n in (2, 4) for stage in STAGES for peer in SAME_STAGE[stage]
+    } == shared
+    assert len({course.name for course in COURSES}) == len(COURSES) == 7
+    assert GROUPS == ("layouts", "zero")
+
+
+def test_a_ceiling_is_one_of_the_same_course() -> None:
+    found = {one.name: ceiling_of(one) for one in FIELD}
+    assert found["plait-dp-4"] == "ceiling-4"
+    assert found["torch-1f1b-2"] == "ceiling-pp-2"
+    assert found["plait-zero3-keep-4"] == found["ceiling-zero-4"] == "ceiling-zero-4"
+    assert found["fsdp2-tiny-2"] is found[ONE] is None
+
+
+def test_a_contestant_whose_package_is_missing_says_so() -> None:
+    nothing: Any = None
+    assert Contestant("a", "a", 2, nothing, needs="no_such_package").absent == "no package no_such_package is installed"
+    assert Contestant("a", "a", 2, nothing, needs="torch").absent == Contestant("a", "a", 2, nothing).absent == ""
 
 
 def test_the_one_process_always_takes_part() -> None:
     assert [one.name for one in chosen(["dp-2"])] == [ONE, "torch-ddp-2", "plait-dp-2"]
     assert len(chosen([])) == len(FIELD)
+    assert [one.name for one in chosen(["tiny"], "zero")] == [ONE, "plait-tiny-1", "fsdp2-tiny-2", "plait-tiny-zero3-2"]
+    assert {one.course.group for one in chosen([], "zero") if one.name != ONE} == {"zero"}
     with pytest.raises(SystemExit, match="nobody"):
         chosen(["nobody"])
+    with pytest.raises(SystemExit, match="tiny"):
+        chosen(["tiny"], "layouts")
 
 
 def test_a_page_without_a_place_is_refused_before_anything_runs(
@@ -168,9 +207,13 @@ def test_a_page_without_a_place_is_refused_before_anything_runs(
     page = tmp_path / "page.md"
     page.write_text("words")
     with pytest.raises(SystemExit):
-        options(["--write", str(page)])
+        options(["--write", str(page), "--group", "zero"])
     assert "marks no place" in capsys.readouterr().err
-    assert options(["--write", str(ROOT / "docs" / "bench.md")]).rounds == 9
+    for group in GROUPS:
+        assert options(["--write", str(ROOT / "docs" / "bench.md"), "--group", group]).rounds == 9
+    with pytest.raises(SystemExit):
+        options(["--write", str(ROOT / "docs" / "bench.md")])
+    assert "one --group" in capsys.readouterr().err
 
 
 # --- tables
@@ -189,16 +232,18 @@ def results() -> dict[str, Any]:
         "memory_mb": [],
     }  # fmt: skip
     return {
-        "date": "2026-01-31", "command": "python -m bench", "seconds": 600.0, "work": {"name": "base"},
+        "date": "2026-01-31", "command": "python -m bench", "seconds": 600.0,
+        "absent": [{"label": "DeepSpeed ZeRO-1, 2", "why": "no package deepspeed is installed"}],
         "turns": {"rounds": 9, "steps": 2},
         "machine": {
             "cores": 2, "processor": "P", "python": "3", "torch": "2", "transformers": "5", "plait": "0", "others": 0.02,
         },
         "courses": [{
         "name": "data and tensor parallel",
+        "work": {"name": "base"},
         "contestants": [row, lost],
         "rivals": [{
-            "memory": 0.9,
+            "memory": 0.9, "memory_bar": 1.0, "memory_verdict": "met",
             "ours": "plait-dp-2", "theirs": "plait-dp-2", "bar": 1.0, "verdict": "met",
             "ratio": {"value": 1.0, "low": 0.99, "high": 1.01},
         }],
@@ -229,18 +274,19 @@ def test_every_reader_learns_when_how_and_who_is_out(reader: Any) -> None:
     assert "2026-01-31, `python -m bench`" in text
     assert "9 rounds of 2 steps" in text
     assert "auto-tp-2 is not compared: it needs accelerate." in text
+    assert "DeepSpeed ZeRO-1, 2 took no part: no package deepspeed is installed." in text
     assert "0.99" in text.replace("0.990", "0.99")
 
 
 def test_writing_a_page_replaces_what_stands_at_its_marks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("before\n<!-- bench -->\nold\n<!-- end -->\nafter\n")
-    tables.write(page, results())
+    page.write_text("before\n<!-- bench a -->\nold\n<!-- end -->\nafter\n<!-- bench b -->\nstays\n<!-- end -->\n")
+    tables.write(page, results(), "a")
     once = page.read_text()
-    tables.write(page, results())
+    tables.write(page, results(), "a")
     assert page.read_text() == once
     assert once.startswith("before\n")
-    assert once.endswith("after\n")
+    assert once.endswith("after\n<!-- bench b -->\nstays\n<!-- end -->\n")
     assert "old" not in once
     assert "| `<method 'a/b'>` |" in once
     assert '| `transformers tp_plan="auto"` |' in once

@@ -157,6 +157,47 @@ def test_p065_p066_missing_gradients_count_as_zero_and_never_hang(nursery: Nurse
     assert all(share == (0.0, 0.0) for share in others)
 
 
+def sequence(steps: int) -> Any:
+    """What a rank does in each step: the units that it gathers, and the sums over the world."""
+    from plait.runtime.parallel import gathering
+    from plait.runtime.training import step
+
+    plan = Plan(model="llama-tiny", dp=2, batch=4, seq=8, zero=3)
+
+    def main(world: World) -> Any:
+        run, found = build(plan, world), list[str]()
+        assert isinstance(run.sink, Shares)
+        units = {share.data_ptr(): unit.name for unit, share in run.sink.stored}
+        gather, reduce = gathering.gather_shares, step.all_reduce
+
+        def gathers(whole: Any, share: Any, *rest: Any, **more: Any) -> Any:
+            found.append(units[share.data_ptr()])
+            return gather(whole, share, *rest, **more)
+
+        def reduces(*given: Any, why: str, **more: Any) -> Any:
+            found.append(why)
+            return reduce(*given, why=why, **more)
+
+        gathering.gather_shares, step.all_reduce = gathers, reduces
+        rows = []
+        for seed in range(steps):
+            found.clear()
+            run.step(rows_of(random_batch(plan, 512, seed), world))
+            rows.append(list(found))
+        return list(units.values()), rows
+
+    return launch(main, plan)[0]
+
+
+def test_the_first_two_units_of_a_known_step_are_gathered_at_once(nursery: Nursery) -> None:
+    units, (first, *later) = nursery(sequence, 3)
+    count = "target tokens"
+    assert first[0] == count
+    assert all(row[:3] == [*first[1:3], count] for row in later)
+    assert all(sorted(row) == sorted(first) for row in later)
+    assert set(first) == {*units, count}
+
+
 @pytest.mark.parametrize("model", ["qwen3-tiny", "gpt2-tiny"])
 @pytest.mark.parametrize("pp", [1, 2])
 def test_p013_p067_a_tied_weight_is_shared_by_one_group(model: str, pp: int) -> None:

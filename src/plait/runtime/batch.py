@@ -69,6 +69,8 @@ class Batch:
         """`parts` batches, in order; their rows differ by at most one, larger first."""
         if self.rows < parts:
             raise ValueError(f"{self.rows} rows do not split into {parts} parts of at least one")
+        if parts == 1:
+            return [self]
         return [self.slice(*balanced(self.rows, parts, part)) for part in range(parts)]
 
     def padded(self, rows: int) -> Batch:
@@ -84,6 +86,8 @@ class Batch:
         return Batch(**grown)
 
     def to(self, device: torch.device) -> Batch:
+        if self.tokens.device == device:
+            return self
         moved = Batch(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
         # Known before the move, so that no one asks the device for it.
         moved.__dict__.update(plain=self.plain, restarts=self.restarts)

@@ -102,7 +102,7 @@ def norm_counts_copies() -> None:
     @instead(Run, "__init__")
     def wrong(right: Any, self: Run, **parts: Any) -> None:
         right(self, **parts)
-        self._counted = list(self.sink.gradients.values())
+        self._counted = gradients.rows_of(self.sink.gradients.values())
 
 
 @planted(

@@ -4,8 +4,9 @@
                slot a    slot b    slot a    slot b                  b: . 1 . 3     computes in b, block 2 comes to a
     backward   block 3 and 2 are still there; 1 and 0 come again
 
-Parameters are views of their slot for good. A module that is about to run, forward or backward, has its unit gathered;
-the first step records the order, and later ones gather the next unit of it in advance. Rajbhandari et al., "ZeRO", 2019,
+Parameters are views of their slot for good. A block, or a module outside of all blocks, that is about to run, forward or
+backward, has its unit gathered; the first step records the order, and later ones gather the next unit of it in advance,
+and the first two when the step begins. Rajbhandari et al., "ZeRO", 2019,
 section 5.3; Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.3.2.
 """
 
@@ -46,7 +47,10 @@ class Gathering:
 
     def place(self, unit: Unit) -> Tensor:
         """Where a unit is whole, [padded]: what stands there is another's, at times."""
-        return self._slots[unit.slot(kept=self._kept)][: unit.padded]
+        return self._slots[self._slot(unit)][: unit.padded]
+
+    def _slot(self, unit: Unit) -> Slot:
+        return unit.slot(kept=self._kept)
 
     def attach(self, unit: Unit, share: Tensor, modules: Sequence[nn.Module]) -> None:
         """Has a unit, of which `share` is this rank's, gathered whenever one of `modules` is about to run."""
@@ -70,6 +74,9 @@ class Gathering:
         self._known, self._order = self._order or None, []
         self._forget()
         self._training = True
+        for unit in (self._known or ())[:2]:
+            if self._slot(unit) not in self._in:
+                self._gather(unit)
 
     def end(self) -> None:
         """Weights are about to change: what is whole is no longer true."""
@@ -88,7 +95,7 @@ class Gathering:
         if unit is self._now:
             return
         self._now = unit
-        slot = unit.slot(kept=self._kept)
+        slot = self._slot(unit)
         self._gather(unit)
         if slot in self._arriving:
             self._arriving.pop(slot).wait()
@@ -100,12 +107,12 @@ class Gathering:
             return
         if self._known[done - 1] is not unit:
             self._known = None
-        elif self._known[done].slot(kept=self._kept) != slot:
+        elif self._slot(self._known[done]) != slot:
             self._gather(self._known[done])
 
     def _gather(self, unit: Unit) -> None:
         """Starts gathering a unit that is not in its slot."""
-        slot = unit.slot(kept=self._kept)
+        slot = self._slot(unit)
         if self._in.get(slot) is unit:
             return
         if slot in self._arriving:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from posixpath import commonpath
 
 import torch
 from torch import Tensor, nn
@@ -134,16 +133,17 @@ def build(
 def _gather_for(
     gathering: Gathering, shares: Shares, sharding: Sharding, world: World, bodies: Mapping[int, Body]
 ) -> None:  # fmt: skip
-    """Has every unit gathered when one of its modules runs: those that have its parameters, and the block they are in."""
+    """Has every unit gathered when one of its modules runs: the block, or those that have its parameters."""
     place = world.coordinate["pp"]
     for unit, share in shares.stored:
         modules: list[nn.Module] = []
         for number in sharding.parameter(unit.names[0]).first.stages_at(place):
+            if unit.block is not None:
+                modules.append(bodies[number].blocks[unit.block])
+                continue
             here = dict(bodies[number].module.named_modules())
             uses = [use for name in unit.names for use in sharding.parameter(name).first.uses]
             names = dict.fromkeys(module for stage, module in uses if stage == number)
-            if unit.block is not None:
-                names[commonpath(name.replace(".", "/") for name in names).replace("/", ".")] = None
             modules += [here[name] for name in names if name in here]
         gathering.attach(unit, share, modules)
 

@@ -35,7 +35,7 @@ from ..parallel.tensor import SharedInput
 from ..parallel.tied import TiedWeights
 from ..parallel.zero import Shares
 from ..sequential import SequentialModel, SequentialStage
-from .gradients import clip, loss_and_norm, overflow, squared_norm, unscaled
+from .gradients import clip, loss_and_norm, overflow, rows_of, squared_norm, unscaled
 from .loss_scale import LossScale, Suspects
 from .optimizer import Optimizer, learning_rate
 
@@ -116,11 +116,11 @@ class Run:
         """Whether the last stage, which has the loss, is on this rank."""
         self.owns_loss = self.has_loss and place["tp"] == 0
         """Whether its loss counts: once a replica."""
-        self._counted = [
-            sink.gradients[held.name].flatten()[start:stop]
+        self._counted = rows_of(
+            sink.gradients[held.name].view(-1)[start:stop]
             for held in sharding.at(place["pp"])
             for start, stop in sharding.counted(held.name, world.rank)
-        ]
+        )
 
     def _microbatches(self, batch: Given) -> Sequence[Batch]:
         plan = self.plan
@@ -166,6 +166,8 @@ class Run:
         parts = self._microbatches(batch)
 
         world.begin(self.done + 1)
+        if self.gathering is not None:
+            self.gathering.begin()
         weight = (torch.stack([part.weight for part in parts]).sum() * self._first_of_replica).to(world.device)
         all_reduce(weight, world.everyone, why="target tokens")
         inverse = 1 / weight.clamp(min=1).double()
@@ -174,8 +176,6 @@ class Run:
         microbatches = [part.to(world.device) for part in parts]
         laps["here"] = self.clock.now()
         self.sink.begin()
-        if self.gathering is not None:
-            self.gathering.begin()
         laps["begun"] = self.clock.now()
         self.clock.start()
         for body in self.bodies.values():
