@@ -15,23 +15,27 @@ With ZeRO on d dp ranks a unit of u elements, padded to d equal shares, has
 These equal what a run holds, to the byte. Activations are what each token leaves behind (`per_token.kept`), times the
 tokens of each microbatch, added up as the schedule has them alive on the rank. Where backward is split, `deferred` lives
 on until the backward of the weights, and the gradient that a stage gets (`arriving`) is kept while all its activations
-still are. Left out: the masks of packed documents, tensors on their way between stages, what a kernel needs while it
-runs, a bf16 gradient before it is added to its bucket, what an allocator rounds up, and the process itself (interpreter,
+still are. By how much the fullest moment of a step goes beyond that is peak.py's. Left out: the masks of packed
+documents, the batch itself, what a kernel needs while it runs, what an allocator rounds up, and the process (interpreter,
 libraries, CUDA's context).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 
 from ..facts import ModelFacts
 from ..per_token import ELEMENT, WIDE, arriving, deferred, kept, replayed
 from ..plan import Plan
 from ..records import MemoryBill
-from ..schedule import Schedule, peak
+from ..schedule import Schedule, lower
+from ..schedule import peak as fullest
 from ..sharding import Sharding, shard
 from ..table import table
 from ..unit import IN_FLIGHT, Unit, slot_sizes
+from . import peak
 from .traffic import GRADIENT_ELEMENT
 
 COUNTER = 4
@@ -41,26 +45,43 @@ COUNTER = 4
 def memory(plan: Plan, facts: ModelFacts) -> list[MemoryBill]:
     """One bill a rank."""
     sharding = shard(facts, plan)
+    steps = _steps(plan, facts, sharding)
+    return [_bill(plan, sharding, rank, *steps[sharding.mesh.coordinate(rank)["pp"]]) for rank in range(plan.world)]
+
+
+def _steps(plan: Plan, facts: ModelFacts, sharding: Sharding) -> list[tuple[int, int | None]]:
+    """For each place on the pp axis: the most that is kept for backward, and by how much the fullest moment of a step
+    goes beyond it."""
+    if not facts.heads:  # what the modules of a plain list keep is not known on paper
+        return [(0, None)] * plan.pp
     schedule = table(plan, facts)
-    return [_bill(plan, facts, sharding, schedule, rank) for rank in range(plan.world)]
+    tokens = [rows * plan.seq for rows in plan.microbatch_rows]
+
+    @cache
+    def rises(stage: int, m: int) -> peak.Rise:
+        return peak.rise(plan, facts, sharding, stage, tokens[m], splits=schedule.splits)
+
+    # As the pipeline carries it out.
+    lowered = lower(replace(schedule, pairs=()))
+    found: list[tuple[int, int | None]] = []
+    for place in range(plan.pp):
+        kept_ = _kept(plan, facts, sharding, schedule, place)
+        tied = [one for one in sharding.at(place) if one.first.owner == place and len(set(one.first.places)) > 1]
+        # The gradients of other stages' uses arrive when nothing else is there.
+        arrived = max((one.elements(sharding.mesh, sharding.mesh.rank(pp=place)) for one in tied), default=0)
+        most = max(peak.most(lowered, place, rises), arrived * GRADIENT_ELEMENT)
+        found.append((kept_, max(0, most - kept_)))
+    return found
 
 
-def _bill(plan: Plan, facts: ModelFacts, sharding: Sharding, schedule: Schedule, rank: int) -> MemoryBill:
-    place = sharding.mesh.coordinate(rank)["pp"]
-    held = sharding.at(place)
-    item = ELEMENT[plan.compute]
-    # A tied weight is used on both ends, and so is its bucket; its owner alone keeps state and master weight.
-    used = sum(one.elements(sharding.mesh, rank) for one in held)
-    owned = [one for one in held if one.first.owner == place]
-    state = sum(one.elements(sharding.mesh, rank) for one in owned)
-    stages = sharding.stages_at(place) if facts.heads else ()
+def _kept(plan: Plan, facts: ModelFacts, sharding: Sharding, schedule: Schedule, place: int) -> int:
+    stages = sharding.stages_at(place)
     forward = {stage: kept(plan, facts, sharding, stage) for stage in stages}
     later = {stage: deferred(plan, facts, sharding, stage) for stage in stages}
     again = {stage: replayed(plan, facts, sharding, stage, splits=schedule.splits) for stage in stages}
     tokens = [rows * plan.seq for rows in plan.microbatch_rows]
     # The loss of a microbatch is multiplied by one fp32 number.
-    # What the modules of a plain list keep is not known on paper.
-    activations = 0 if not stages else peak(
+    return int(fullest(
         schedule, place, forward=lambda stage, m: forward[stage] * tokens[m] + WIDE * (stage == plan.loss_stage),
         deferred=lambda stage, m: later[stage] * tokens[m],
         # By the time that a block is computed again the loss's number is gone.
@@ -68,7 +89,17 @@ def _bill(plan: Plan, facts: ModelFacts, sharding: Sharding, schedule: Schedule,
             arriving(plan, facts, stage) * tokens[m] if schedule.splits else 0,
             again[stage] * tokens[m] - WIDE * (stage == plan.loss_stage),
         ),
-    )  # fmt: skip
+    ))  # fmt: skip
+
+
+def _bill(plan: Plan, sharding: Sharding, rank: int, activations: int, working: int | None) -> MemoryBill:
+    place = sharding.mesh.coordinate(rank)["pp"]
+    held = sharding.at(place)
+    item = ELEMENT[plan.compute]
+    # A tied weight is used on both ends, and so is its bucket; its owner alone keeps state and master weight.
+    used = sum(one.elements(sharding.mesh, rank) for one in held)
+    owned = [one for one in held if one.first.owner == place]
+    state = sum(one.elements(sharding.mesh, rank) for one in owned)
     weights, gradients, units = used * item, used * GRADIENT_ELEMENT, 0
     if sharding.zero:
         weights, gradients, units = _units(plan, sharding.units(rank), item)
@@ -80,8 +111,9 @@ def _bill(plan: Plan, facts: ModelFacts, sharding: Sharding, schedule: Schedule,
         master_weights=state * WIDE if item < WIDE else 0,
         gradients=gradients,
         state=2 * state * WIDE + COUNTER * len(owned),
-        activations=int(activations),
+        activations=activations,
         units=units,
+        working=working,
     )
 
 

@@ -44,9 +44,6 @@ class Handle:
             self.after()
             self.after = None
 
-    def done(self) -> bool:
-        return self.work is None or self.work.is_completed()
-
 
 DONE = Handle(None, None)
 # torch 2.13 calls them otherwise, and warns of the names before.

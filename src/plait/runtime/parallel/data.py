@@ -79,19 +79,9 @@ class Buckets:
         return self._buffers
 
     @property
-    def bytes(self) -> int:
-        """Of the gradients."""
-        return sum(buffer.nbytes for buffer in self._buffers)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Of the weights."""
-        return sum(parameter.nbytes for parameter in self.weights.values())
-
-    @property
-    def space(self) -> int:
-        """Bytes in which gradients of others arrive: sums are made in place."""
-        return 0
+    def holds(self) -> dict[str, list[Tensor]]:
+        """Tensors that it holds from step to step."""
+        return {"weights": list(self.weights.values()), "gradients": self._buffers}
 
     def publish(self) -> None:
         """Updated weights are whole already."""

@@ -20,7 +20,7 @@ def train(run: Run, batches: Iterable[Given], seen: Callable[[Report], None]) ->
     replicas.agree(run)
     watch = Watch(run)
     for batch in watch.over(batches):
-        report = run.step(batch)
+        report = watch.step(batch)
         seen(report)
         if not report.finite:
             raise BadNumbersError(

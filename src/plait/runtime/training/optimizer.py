@@ -73,10 +73,10 @@ class Optimizer:
         return float(self._adamw.param_groups[0]["lr"])
 
     @property
-    def held(self) -> tuple[int, int]:
-        """Bytes of its own weights, where compute is narrower than they, and of AdamW's state."""
+    def holds(self) -> dict[str, list[Tensor]]:
+        """Tensors that it holds from step to step: its own weights, where compute is narrower than they, and AdamW's."""
         state = [value for values in self._adamw.state.values() for value in values.values()]
-        return sum(weight.nbytes for _, weight in self._published), sum(value.nbytes for value in state)
+        return {"master_weights": [weight for _, weight in self._published], "state": state}
 
     def moments(self, name: str) -> tuple[Tensor, Tensor]:
         state = self._adamw.state[self.weights[name]]
