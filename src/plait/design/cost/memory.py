@@ -12,18 +12,18 @@ With ZeRO on d dp ranks a unit of u elements, padded to d equal shares, has
     state, masters   the rank's own stretches, together not more than u / d
     units            ZeRO-3: the slots of whole units (design/unit.py); pieces of gradients: two of the largest unit
 
-These equal what a run holds, to the byte. Activations are what each token leaves behind (`per_token.kept`), times the
-tokens of each microbatch, added up as the schedule has them alive on the rank. Where backward is split, `deferred` lives
-on until the backward of the weights, and the gradient that a stage gets (`arriving`) is kept while all its activations
-still are. By how much the fullest moment of a step goes beyond that is peak.py's. Left out: the masks of packed
-documents, the batch itself, what a kernel needs while it runs, what an allocator rounds up, and the process (interpreter,
-libraries, CUDA's context).
+These equal what a run holds, to the byte; with the paper's types (`kept_of`) they are its table 1. Activations are what
+each token leaves behind (`per_token.kept`), times the tokens of each microbatch, added up as the schedule has them alive
+on the rank. Where backward is split, `deferred` lives on until the backward of the weights, and the gradient that a
+stage gets (`arriving`) is kept while all its activations still are. By how much the fullest moment of a step goes beyond
+that is peak.py's. Left out: the masks of packed documents, the batch itself, what a kernel needs while it runs, what an
+allocator rounds up, and the process (interpreter, libraries, CUDA's context).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 from ..facts import ModelFacts
@@ -102,9 +102,13 @@ def _bill(plan: Plan, sharding: Sharding, rank: int, activations: int, working: 
     state = sum(one.elements(sharding.mesh, rank) for one in owned)
     weights, gradients, units = used * item, used * GRADIENT_ELEMENT, 0
     if sharding.zero:
-        weights, gradients, units = _units(plan, sharding.units(rank), item)
-        stretches = [sharding.stretch(one.name, "state", rank) or (0, 0) for one in owned]
-        state = sum(stop - start for start, stop in stretches)
+        ours, index = sharding.units(rank), sharding.mesh.index(rank, "shard")
+        zero = plan.zero if plan.reduces_each_microbatch else min(plan.zero, 1)
+        weights = kept_of(ours, plan.zero, index).weights * item
+        gradients = kept_of(ours, zero, index).gradients * GRADIENT_ELEMENT
+        state = kept_of(ours, plan.zero, index, {one.name for one in owned}).state
+        gradients += sum(slot_sizes(ours, kept=False).values()) * GRADIENT_ELEMENT * plan.reduces_each_microbatch
+        units = _on_their_way(plan, ours, item)
     return MemoryBill(
         rank=rank,
         weights=weights,
@@ -117,14 +121,26 @@ def _bill(plan: Plan, sharding: Sharding, rank: int, activations: int, working: 
     )
 
 
-def _units(plan: Plan, units: Sequence[Unit], item: int) -> tuple[int, int, int]:
-    """Bytes of weights and gradients, and of what ZeRO moves units through."""
-    whole, shares = sum(unit.padded for unit in units), sum(unit.share for unit in units)
+@dataclass(frozen=True)
+class Kept:
+    """Elements that a rank keeps between steps: of the weights, of the gradients, of what the optimizer updates."""
+
+    weights: int
+    gradients: int
+    state: int
+
+
+def kept_of(units: Sequence[Unit], zero: int, index: int = 0, owned: Collection[str] | None = None) -> Kept:
+    """What rank `index` of those that share `units` keeps of them with a stage of ZeRO, as the paper counts: whole units
+    and shares with their padding, of the state the elements of `owned` parameters (None: all)."""
+    whole, share = sum(unit.padded for unit in units), sum(unit.share for unit in units)
+    stretches = [unit.stretch(name, index) for unit in units for name in unit.names if owned is None or name in owned]
+    updated = sum(stop - start for start, stop in stretches)
+    return Kept(share if zero >= 3 else whole, share if zero >= 2 else whole, updated if zero else whole)
+
+
+def _on_their_way(plan: Plan, units: Sequence[Unit], item: int) -> int:
+    """Bytes of what ZeRO moves units through: pieces of gradients, and with ZeRO-3 whole weights."""
     pieces = min(IN_FLIGHT, len(units)) * max(unit.padded for unit in units) * GRADIENT_ELEMENT
-    gradients = whole
-    if plan.reduces_each_microbatch:
-        gradients = shares + sum(slot_sizes(units, kept=False).values())
-    if plan.zero < 3:
-        return whole * item, gradients * GRADIENT_ELEMENT, pieces
-    slots = sum(slot_sizes(units, kept=plan.keeps_gathered).values())
-    return shares * item, gradients * GRADIENT_ELEMENT, pieces + slots * item
+    slots = slot_sizes(units, kept=plan.keeps_gathered) if plan.zero >= 3 else {}
+    return pieces + sum(slots.values()) * item
