@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.design.balance import WORDS, weights
-from plait.design.cost.memory import memory
+from plait.design.cost.memory import kept_of, memory
 from plait.design.cost.traffic import traffic
 from plait.design.facts import ModelFacts, ParameterFact, Piece
 from plait.design.layout import Cut, Layout
@@ -28,7 +28,7 @@ from plait.design.sharding import needed, shard
 from plait.design.simulate import simulate, unit_seconds
 from plait.design.styles import STYLES
 from plait.design.table import table
-from plait.design.unit import gathers
+from plait.design.unit import Unit, gathers
 from plait.report import schedules, sharding, shares, timeline
 from plait.report.schedules import Played
 from plait.report.words import percent, size
@@ -191,6 +191,7 @@ def numbers() -> dict[str, str]:
         "dp traffic": _traffic(Plan(**example, dp=2, microbatches=4), "dp"),
         "zero traffic": _zero_traffic(),
         "zero memory": _zero_memory(),
+        "zero paper": _zero_paper(),
         "zero order": _zero_order(),
         "precision": _precision(),
         "tp traffic": _traffic(Plan(**example, tp=2, microbatches=4), "tp"),
@@ -228,6 +229,17 @@ def _zero_memory() -> str:
         parts = (bill.weights, bill.gradients, bill.master_weights + bill.state, bill.units)
         rows.append((name, *(f"{part / facts.elements:.2f}" for part in (*parts, sum(parts)))))
     return _markdown(("stage", "weights", "gradients", "masters and state", "units on their way", "held"), rows)
+
+
+def _zero_paper() -> str:
+    """Gigabytes of a model of 7.5 G parameters in the paper's types, by what counts a rank's bill."""
+    rows = list[tuple[object, ...]]()
+    for ranks in (1, 4, 16, 64, 256, 1024):
+        unit = Unit("model", 0, None, ("weight",), (7_500_000_000,), ranks)
+        kept = [kept_of([unit], zero) for zero in range(4)]
+        bytes_ = [2 * one.weights + 2 * one.gradients + 12 * one.state for one in kept]
+        rows.append((ranks, *(f"{each / 1e9:.4g}" for each in bytes_)))
+    return _markdown(("dp", "none", "ZeRO-1", "ZeRO-2", "ZeRO-3"), rows)
 
 
 def _zero_order() -> str:

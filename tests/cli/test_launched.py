@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -283,6 +284,8 @@ exit $((first + $?))
 """
 """Two machines in a nutshell: two network namespaces on a wire, on both of which the machine's name is 127.0.1.1."""
 UNSHARE = ["unshare", "--user", "--map-root-user", "--net", "--mount", "--uts"]
+# Processes of their own too: all of them end, and with them the namespaces and the wire, when this one is killed.
+UNSHARE += ["--pid", "--fork", "--kill-child", "--mount-proc"]
 
 
 def may_unshare() -> bool:
@@ -308,3 +311,37 @@ def test_p107_two_nodes_whose_name_is_a_loopback_address(
             f"MASTER_ADDR 10.77.0.1; GLOO_SOCKET_IFNAME names another." in ended.stderr
         )
     assert ended.stdout.count("step 3/3") == 1
+
+
+def losses(folder: Path) -> list[float]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.mark.skipif(not may_unshare(), reason="needs ip (iproute2) and the right to make network namespaces")
+@pytest.mark.parametrize(
+    "layout",
+    [("--dp", 4, "--zero", 3, "--replicas", 2), ("--dp", 2, "--tp", 2, "--zero", 1),
+     ("--dp", 2, "--pp", 2, "--zero", 3, "--microbatches", 2)],
+    ids=lambda words: "".join(map(str, words)),
+)  # fmt: skip
+def test_two_nodes_under_torchrun(
+    plait: Driver, small: Sequence[object], tmp_path: Path, layout: tuple[object, ...]
+) -> None:  # fmt: skip
+    """An agent a node, two ranks each: a replica, the pieces of a layer, or a stage's copies. The losses are those of
+    four ranks on one machine."""
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n127.0.1.1 node\n")
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    agent += ["--master-addr", "10.77.0.1", "--master-port", "29501", "-m", "plait"]
+    command = [*agent, *map(str, (*small, *layout)), "--out", str(tmp_path / "nodes")]
+    node = 'first=$1; shift; exec "$first" "$1" "$2" --node-rank "$RANK" "${@:3}"'
+    ended = subprocess.run(
+        [*UNSHARE, "bash", "-c", NAMESPACES, "bash", str(tmp_path), "bash", "-c", node, "bash", *command],
+        env=plait.env, capture_output=True, text=True, check=False, timeout=2 * PATIENCE_S,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert {end for end in "ab" if f"talks to the other nodes over veth-{end}" in ended.stderr} == {"a", "b"}
+    alone = plait.run(*small, *layout, "--out", tmp_path / "one")
+    assert (alone.code, alone.err) == (0, "")
+    assert losses(tmp_path / "nodes") == losses(tmp_path / "one")
+    assert len(losses(tmp_path / "one")) == 3

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from plait.design.cost.memory import WIDE, arriving, deferred, kept, memory
+from plait.design.cost.memory import WIDE, arriving, deferred, kept, kept_of, memory
 from plait.design.plan import Plan
 from plait.design.schedule import BACKWARDS, Action, Kind
 from plait.design.sharding import shard
 from plait.design.table import table as table_of
+from plait.design.unit import Unit
 from tests.design.facts import llama
 
+PAPER = json.loads(
+    (Path(__file__).parents[1] / "references" / "zero.json").read_text(), parse_float=Decimal, parse_int=Decimal
+)
 HIDDEN, KEYS, INNER, VOCABULARY = 16, 8, 24, 64
 
 
@@ -66,3 +74,29 @@ def test_the_fullest_moment(plan: Plan) -> None:
             came = arriving(plan, facts, action.stage) * tokens if action.kind in BACKWARDS and table.splits else 0
             most = max(most, held(set(row[:now])) + came, held(set(row[: now + 1])))
         assert bill.activations == most > 0
+
+
+@pytest.mark.parametrize("entry", PAPER["entries"], ids=lambda e: f"{e['params_billion']}B-dp{e['dp']}-{e['table']}")
+def test_the_table_of_the_zero_paper(entry: dict[str, Any]) -> None:
+    """Gigabytes of weights and gradients of 2 bytes and a state of 12, from what counts a rank's bill, as the paper
+    prints them: it rounds some and cuts others."""
+    model = int(entry["params_billion"] * 10**9)
+    unit = Unit("model", 0, None, ("weight",), (model,), int(entry["dp"]))
+    for zero, printed in entry["gb"].items():
+        found = kept_of([unit], int(zero))
+        bytes_ = 2 * found.weights + 2 * found.gradients + 12 * found.state
+        last_digit = Decimal(10) ** printed.as_tuple().exponent
+        assert abs(Decimal(bytes_) / 10**9 - printed) < last_digit, zero
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_bill_counts_as_the_paper_does(zero: int) -> None:
+    """In plait's types: gradients and masters of 4 bytes; padding, and a counter a tensor, beside it."""
+    facts = llama(blocks=4)
+    plan = Plan(dp=2, zero=zero, batch=4, seq=8, compute="bf16")
+    units = shard(facts, plan).units(0)
+    found, (bill, _) = kept_of(units, zero), memory(plan, facts)
+    on_their_way = bill.gradients - 4 * found.gradients
+    assert bill.weights == 2 * found.weights
+    assert (on_their_way > 0) == (zero >= 2)
+    assert bill.state + bill.master_weights == 12 * found.state + 4 * len(facts.parameters)

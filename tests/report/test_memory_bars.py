@@ -9,13 +9,13 @@ import pytest
 from plait.design.records import MemoryBill
 from plait.report.memory import MOST, PIECES, draw
 
-BILL = MemoryBill(0, weights=100, master_weights=0, gradients=100, state=200, activations=400)
+BILL = MemoryBill(0, weights=100, master_weights=0, gradients=100, state=200, activations=300, working=100)
 
 
 @pytest.mark.parametrize("width", [20, 80, 133])
 def test_pieces_are_as_long_as_their_bytes(width: int) -> None:
     """The largest bill fills its line; each piece is its share of that, to a character."""
-    small = replace(BILL, rank=1, activations=0)
+    small = replace(BILL, rank=1, activations=0, working=0)
     lines = draw([BILL, small], [BILL, small], width).splitlines()
     first, _, second, _, meaning = lines
     marks = {field: mark for field, _, mark in PIECES}
@@ -23,7 +23,7 @@ def test_pieces_are_as_long_as_their_bytes(width: int) -> None:
     assert room >= 20
     for line, bill in ((first, BILL), (second, small)):
         for field, mark in marks.items():
-            assert abs(line.count(mark) - room * getattr(bill, field) / BILL.total) <= 1
+            assert abs(line.count(mark) - room * getattr(bill, field) / BILL.peak) <= 1
     assert "optimizer state" in meaning
     assert "master" not in meaning
 

@@ -142,20 +142,22 @@ def test_p084_fused_projections_are_cut_piece_by_piece(nursery: Nursery, tmp_pat
 # --- tokens
 
 
-def greedy(model: str, layout: dict[str, Any]) -> Any:
-    """8 prompts, each with the 16 likeliest tokens after it, on every rank."""
+def greedy(model: str, layout: dict[str, Any], uneven: bool = False) -> Any:
+    """8 prompts, each with the likeliest tokens after it, 16 of them, or 2 and 9 in turns, on every rank."""
     plan = Plan(**{"model": model, "batch": 4, "seq": 8, "steps": 1, **layout})
 
     def main(world: World) -> Any:
         with wide():
             run = build(plan, world, wide=True)
-            return [sample(run, [prompt, prompt + 1], 16, temperature=0) for prompt in range(8)]
+            counts = (2, 9) if uneven else (16, 16)
+            return [sample(run, [prompt, prompt + 1], counts[prompt % 2], temperature=0) for prompt in range(8)]
 
     return launch(main, plan)
 
 
 LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2}, {"tp": 4}, {"pp": 2}, {"pp": 2, "schedule": "interleaved"}, {"pp": 2, "schedule": "zb-h1", "dp": 2},
+    {"dp": 2, "zero": 3}, {"dp": 2, "pp": 2, "zero": 3},
 ]  # fmt: skip
 
 
@@ -166,3 +168,14 @@ def test_p100_p137_the_likeliest_tokens_are_the_same_in_every_layout(nursery: Nu
     assert len({tuple(tokens) for tokens in one}) == 8
     for layout in LAYOUTS:
         assert all(rank == one for rank in nursery(greedy, model, layout)), layout
+
+
+@pytest.mark.parametrize("layout", [{}, {"microbatches": 2, "pp": 2}, {"keep_gathered": "yes"}], ids=str)
+def test_p100_texts_of_2_and_9_tokens_from_shares_of_weights(
+    nursery: Nursery, tiny: Models, layout: dict[str, Any]
+) -> None:
+    """Each forward gathers weights on all ranks: none is done before the others."""
+    model = tiny(num_key_value_heads=4, initializer_range=0.3)
+    (one,) = nursery(greedy, model, {}, True)
+    assert [len(tokens) for tokens in one] == [2, 9] * 4
+    assert nursery(greedy, model, {"dp": 2, "zero": 3, **layout}, True) == [one] * (2 * layout.get("pp", 1))

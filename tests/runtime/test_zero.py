@@ -11,6 +11,7 @@ import torch
 from plait.design.cost.traffic import traffic
 from plait.design.errors import PlanError
 from plait.design.plan import Plan
+from plait.design.records import Traffic
 from plait.design.rules import validate
 from plait.design.sharding import shard
 from plait.runtime.comm.world import World
@@ -23,6 +24,7 @@ from tests.conftest import Models
 from tests.nursery import Nursery
 from tests.runtime.test_layouts import assert_equal, name
 from tests.runtime.test_numbers import random_batch, rows_of
+from tests.runtime.test_traffic_and_time import ledger
 
 AXES: dict[str, tuple[Any, ...]] = {
     "zero": (1, 2, 3), "replicas": (1, 2), "dp": (2, 3, 4), "microbatches": (1, 3), "tp": (1, 2), "pp": (1, 2),
@@ -237,3 +239,20 @@ def test_p034_p055_shares_tile_every_slice(model: str, layout: dict[str, Any]) -
             assert sum(stop - start for start, stop in stretches if stop > start) == one.elements(mesh, rank)  # type: ignore[misc]
             counted += sum(stop - start for start, stop in sharding.counted(one.name, rank))
     assert counted == facts.elements
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_p125_with_replicas_a_node_sends_no_more_than_its_gradients(nursery: Nursery, zero: int) -> None:
+    """2 nodes of 4 ranks, a replica each: weights stay inside a node, and what leaves it in a step is once the gradients,
+    where a ring over both sends more than twice as much over the same link."""
+    layout = {"dp": 8, "zero": zero, "replicas": 2, "microbatches": 1}
+    moved = [Traffic(*row) for mine, _ in nursery(ledger, "llama-tiny", layout) for row in mine]
+    whole = sum(unit.padded for unit in shard(FACTS, Plan(batch=8, **layout)).units(0)) * 4
+    between = [row for row in moved if row.axis == "replica"]
+    assert {row.why for row in between} == {"gradients"}
+    assert {row.why for row in moved if row.axis == "shard"} == {"gradients", "weights"}
+    for node in range(2):
+        assert sum(row.sent for row in between if row.rank // 4 == node) == whole
+    # A ring over both nodes crosses each link with what any of its ranks sends.
+    over_both = [r for r in traffic(Plan(model="llama-tiny", batch=8, seq=16, dp=8, zero=3), FACTS) if r.axis == "dp"]
+    assert sum(row.sent for row in over_both if row.rank == 0) > 2 * whole

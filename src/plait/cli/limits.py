@@ -40,7 +40,7 @@ def refuse_schedule(stages: int, microbatches: int) -> None:
 def refuse_memory(plan: Plan, facts: ModelFacts) -> None:
     """Raises a `PlanError` when local ranks would hold more than this machine has: by their bills."""
     bills = memory(plan, facts)
-    held, activations = sum(sum(bill.held) for bill in bills), sum(bill.activations for bill in bills)
+    held, activations = sum(sum(bill.held) for bill in bills), sum(bill.peak - sum(bill.held) for bill in bills)
     have = _memory()
     if have is not None and held + activations > have:
         raise PlanError(

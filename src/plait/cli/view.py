@@ -131,7 +131,7 @@ class View:
         console.print(traffic_report.table(record.traffic_predicted, record.traffic_measured))
         axes = ", ".join(f"{axis} {size(float(sent))}" for axis, sent in sent_per_axis(record.traffic_measured).items())
         console.print(f"per axis, all ranks: {axes or 'nothing'}", soft_wrap=True)
-        console.print("\nmemory (activations and what is held; the process itself is not counted)", style="bold")
+        console.print("\nmemory at the fullest moment of a step (the process itself is not counted)", style="bold")
         console.print(
             Text(memory_report.draw(record.memory_predicted, record.memory_measured, console.width)), soft_wrap=True
         )

@@ -67,7 +67,7 @@ def kept(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int) -> int:
     item = ELEMENT[plan.compute]
     used = [facts.by_name[held.name] for held in sharding.on_stage(stage)]
     token = 2 * (facts.hidden // facts.heads) * item if used else 0  # the loss may be a stage without blocks
-    token += sum(_of_block(plan, facts, block, ours) for block, ours in _blocks(used))
+    token += sum(block_bytes(plan, facts, block, ours) for block, ours in blocks_of(used))
     return token + _of_loss(plan, facts, stage)
 
 
@@ -93,26 +93,26 @@ def replayed(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int, *, s
     used = [facts.by_name[held.name] for held in sharding.on_stage(stage)]
     most, since = 0, -_of_loss(plan, facts, stage)
     plain = plan.model_copy(update={"recompute": "none", "recompute_every": 1})
-    for block, ours in reversed(_blocks(used)):
-        held = _of_block(plan, facts, block, ours)
+    for block, ours in reversed(blocks_of(used)):
+        held = block_bytes(plan, facts, block, ours)
         if plan.recompute == "full" and plan.recomputes(block):
             # In fp32 the norm's input is the block's, which is kept already.
-            inside = _of_block(plain, facts, block, ours) - (held if item == WIDE else 0)
+            inside = block_bytes(plain, facts, block, ours) - (held if item == WIDE else 0)
             most = max(most, since + inside + (facts.hidden * item if splits else 0))
         elif plan.recomputes(block):
             first = facts.hidden * (WIDE + 2 * item) + WIDE  # the norm before attention is all that is left by then
-            most = max(most, since + _of_block(plain, facts, block, ours) - held - (held - first))
+            most = max(most, since + block_bytes(plain, facts, block, ours) - held - (held - first))
         since -= held
         if splits:
-            since += _deferred(plan, facts, sharding, stage, {fact.name for fact in ours})
+            since += deferred(plan, facts, sharding, stage, ours)
     return most
 
 
-def _blocks(used: list[ParameterFact]) -> list[tuple[int | None, list[ParameterFact]]]:
+def blocks_of(used: list[ParameterFact]) -> list[tuple[int | None, list[ParameterFact]]]:
     return [(block, list(ours)) for block, ours in groupby(used, lambda fact: fact.block)]
 
 
-def _of_block(plan: Plan, facts: ModelFacts, block: int | None, ours: list[ParameterFact]) -> int:
+def block_bytes(plan: Plan, facts: ModelFacts, block: int | None, ours: list[ParameterFact]) -> int:
     """What a block leaves, or what comes before or after the blocks."""
     item, t = ELEMENT[plan.compute], plan.tp
     if plan.recompute == "full" and plan.recomputes(block):
@@ -132,13 +132,12 @@ def in_attention(fact: ParameterFact) -> bool:
     return any("attn" in name or "attention" in name for name in fact.module.split(".")[:-1])
 
 
-def deferred(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int) -> int:
+def deferred(
+    plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int, ours: list[ParameterFact] | None = None
+) -> int:  # fmt: skip
     """Bytes that one token keeps on each rank of `stage` between the backward of the input and that of the weights: what
-    every linear layer read, once, and the gradients of what each gave."""
-    return _deferred(plan, facts, sharding, stage, {held.name for held in sharding.on_stage(stage)})
-
-
-def _deferred(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int, names: set[str]) -> int:
+    every linear layer read, once, and the gradients of what each gave; of `ours`, or all of the stage."""
+    names = {held.name for held in (sharding.on_stage(stage) if ours is None else ours)}
     token = 0
     read: set[str] = set()
     for held in sharding.on_stage(stage):

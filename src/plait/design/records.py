@@ -4,7 +4,7 @@
 | simulate(schedule, seconds)    | the executor's clock        | Timeline |
 | cost.traffic(...)              | the ledger of collectives   | Traffic  |
 | sharding.holdings(...)         | shapes of local tensors     | Holding  |
-| cost.memory(...)               | tensors held, RSS           | MemoryBill |
+| cost.memory(...)               | storages, counted           | MemoryBill |
 | -                              | the clock, the ledger       | StepTime |
 """
 
@@ -135,7 +135,8 @@ class Holding:
 class MemoryBill:
     """Bytes on one rank: what it holds through the whole run, and what it keeps for backward at the fullest moment of a
     step. `master_weights` are the optimizer's own, where compute is narrower than they; `units` what ZeRO moves units
-    through: whole weights, pieces of gradients on their way to their sum. `process` is a reading of the
+    through: whole weights, pieces of gradients on their way to their sum. `working` is by how much the fullest moment
+    goes beyond all that: what actions work with, and messages; None where it is not known. `process` is a reading of the
     allocator (GPU) or of the system (CPU: peak resident memory, with the interpreter and its libraries); a prediction
     has none."""
 
@@ -146,6 +147,7 @@ class MemoryBill:
     state: int
     activations: int
     units: int = 0
+    working: int | None = None
     process: int | None = None
 
     @property
@@ -156,6 +158,11 @@ class MemoryBill:
     @property
     def total(self) -> int:
         return sum(self.held) + self.activations
+
+    @property
+    def peak(self) -> int:
+        """The most at one time."""
+        return self.total + (self.working or 0)
 
 
 STEP_SHARES = {

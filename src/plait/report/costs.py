@@ -116,11 +116,12 @@ def _sent(rows: Iterable[Traffic]) -> str:
 # --- memory
 
 HELD = {"weights": "weights", "master_weights": "master weights", "gradients": "gradients", "state": "optimizer state",
-        "units": "units on their way", "activations": "kept for backward"}  # fmt: skip
+        "units": "units on their way", "activations": "kept for backward",
+        "working": "working set"}  # fmt: skip
 
 
 def _pieces(bill: MemoryBill, how: str) -> list[Piece]:
-    values = {name: getattr(bill, name) for name in HELD}
+    values = {name: getattr(bill, name) or 0 for name in HELD}
     return [(name, value, f"{HELD[name]}, {how}: {value:,} bytes ({size(value)})") for name, value in values.items()]
 
 
@@ -133,13 +134,14 @@ def memory(record: RunRecord) -> str:
     """The section of the memory of each rank."""
     predicted, measured = record.memory_predicted, record.memory_measured
     pairs = list(zip(predicted, measured, strict=False))
-    longest = max(bill.total for bill in [*predicted, *measured])
-    fullest = max(measured, key=lambda bill: bill.total)
-    sometimes = ("master_weights", "units")
+    longest = max(bill.peak for bill in [*predicted, *measured])
+    fullest = max(measured, key=lambda bill: bill.peak)
+    sometimes = ("master_weights", "units", "working")
     names = [name for name in HELD if name not in sometimes or any(getattr(b, name) for b in [*predicted, *measured])]
     about = (
-        f"The fullest rank is {fullest.rank}, with {size(fullest.total)}: {size(sum(fullest.held))} held through the run "
-        f"and {size(fullest.activations)} kept for backward at the most. "
+        f"The fullest rank is {fullest.rank}, with {size(fullest.peak)}: {size(sum(fullest.held))} held through the run, "
+        f"{size(fullest.activations)} kept for backward at the most, and "
+        f"{size(fullest.working or 0)} more at the fullest moment. "
     )
     about += (
         "Weights, gradients and state are as predicted, to the byte, on every rank."
@@ -147,7 +149,7 @@ def memory(record: RunRecord) -> str:
         else "Weights, gradients or state DIFFER from what was predicted: the table shows where."
     )
     shown = [pairs[place] for place in some(len(pairs))]
-    drawn = [(f"rank {b.rank}", [_pieces(a, "predicted"), _pieces(b, "measured")], size(b.total)) for a, b in shown]
+    drawn = [(f"rank {b.rank}", [_pieces(a, "predicted"), _pieces(b, "measured")], size(b.peak)) for a, b in shown]
     listed = [
         (b.rank, *(cell for name in names for cell in _cells(a, b, name)), size(b.process) if b.process else "-")
         for a, b in shown
@@ -166,11 +168,12 @@ def memory(record: RunRecord) -> str:
         table((*head, "process"), listed, name="Numbers: each rank, in bytes"),
         left_out(len(pairs), "ranks"),
         paragraph("In each pair of bars predicted is above measured. Kept for backward: counted in the first step, and "
-                  "predicted for rows of one document; a row that holds several adds their mask. Process: "
-                  f"{process}, with the interpreter and its libraries, what kernels use while they run, and what is on "
-                  "its way.", "note"),
+                  "predicted for rows of one document; a row that holds several adds their mask. Working set: by how "
+                  "much the fullest moment of a step goes beyond it, counted in the second step. Process: "
+                  f"{process}, with the interpreter and its libraries, and what kernels use while they run.", "note"),
     )  # fmt: skip
 
 
 def _cells(predicted: MemoryBill, measured: MemoryBill, name: str) -> tuple[str, str]:
-    return f"{getattr(predicted, name):,}", f"{getattr(measured, name):,}"
+    one, other = (getattr(bill, name) for bill in (predicted, measured))
+    return "-" if one is None else f"{one:,}", "-" if other is None else f"{other:,}"

@@ -64,7 +64,7 @@ def page(
 
 def _header(record: RunRecord, metrics: Sequence[Metric]) -> str:
     plan, last = record.plan, metrics[-LAST:]
-    fullest = max(bill.total for bill in record.memory_measured)
+    fullest = max(bill.peak for bill in record.memory_measured)
     sent = sum(float(row.sent) for row in record.traffic_measured)
     ours = [row.seconds for row in record.step_times]
     layout = (
@@ -80,7 +80,7 @@ def _header(record: RunRecord, metrics: Sequence[Metric]) -> str:
         ("bubble", percent(record.measured.bubble), f"simulated {percent(record.simulated.bubble)}"),
         ("sent a step", size(sent), "as predicted, to the byte"
          if equal(record.traffic_predicted, record.traffic_measured) else "NOT as predicted"),
-        ("fullest rank", size(fullest), "weights to activations"),
+        ("fullest rank", size(fullest), "at its fullest moment"),
     ]  # fmt: skip
     cells = "".join(
         f'<div><dt>{said(name)}</dt><dd>{said(value)}</dd><dd class="small">{said(note)}</dd></div>'

@@ -142,7 +142,7 @@ FILLS = {
     "data": "purple", "compute": "blue", "communication": "orange", "bubble": "hatch", "optimizer": "green",
     "other": "grey", "weights": "blue", "master_weights": "purple", "gradients": "orange", "state": "green",
     "activations": "sky", "predicted": "sky", "measured": "blue", "slice0": "sky", "slice1": "blue", "slice2": "orange",
-    "slice3": "purple", "units": "mint",
+    "slice3": "purple", "units": "mint", "working": "grey",
 }  # fmt: skip
 """Class of a rectangle or a swatch -> its colour."""
 

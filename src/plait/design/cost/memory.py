@@ -14,28 +14,32 @@ With ZeRO on d dp ranks a unit of u elements, padded to d equal shares, has
     units            ZeRO-3: the slots of whole units (design/unit.py); pieces of gradients: two of the largest unit,
                      and two more in which they leave where their sums are in another type
 
-These equal what a run holds, to the byte. Activations are what each token leaves behind (`per_token.kept`), times the
-tokens of each microbatch, added up as the schedule has them alive on the rank. Where backward is split, `deferred` lives
-on until the backward of the weights, and the gradient that a stage gets (`arriving`) is kept while all its activations
-still are; so is, where the loss is in chunks, the chunk of logits `at_work`. Left out: the masks of packed documents,
-tensors on their way between stages, what a kernel needs while it runs, a gradient of compute before it is added to its
-bucket, the fp32 gradient of the one tensor that is updated where they are kept in less, what an allocator rounds up, and
-the process itself (interpreter, libraries, CUDA's context).
+These equal what a run holds, to the byte; with the paper's types (`kept_of`) they are its table 1. Activations are what
+each token leaves behind (`per_token.kept`), times the tokens of each microbatch, added up as the schedule has them alive
+on the rank. Where backward is split, `deferred` lives on until the backward of the weights, and the gradient that a
+stage gets (`arriving`) is kept while all its activations still are; so is, where the loss is in chunks, the chunk of
+logits `at_work`. By how much the fullest moment of a step goes beyond that is peak.py's, which knows neither a loss in
+chunks nor gradients in another type than fp32. Left out: the masks of packed documents, the batch itself, what a kernel
+needs while it runs, what an allocator rounds up, and the process (interpreter, libraries, CUDA's context).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 
 from ..facts import ModelFacts
 from ..per_token import arriving, at_work, deferred, kept, replayed
 from ..plan import Plan
 from ..precision import ELEMENT, WIDE
 from ..records import MemoryBill
-from ..schedule import Schedule, peak
+from ..schedule import Schedule, lower
+from ..schedule import peak as fullest
 from ..sharding import Sharding, shard
 from ..table import table
 from ..unit import IN_FLIGHT, Unit, slot_sizes
+from . import peak
 
 COUNTER = 4
 """AdamW counts its updates in one fp32 number a tensor."""
@@ -44,19 +48,40 @@ COUNTER = 4
 def memory(plan: Plan, facts: ModelFacts) -> list[MemoryBill]:
     """One bill a rank."""
     sharding = shard(facts, plan)
+    steps = _steps(plan, facts, sharding)
+    return [_bill(plan, sharding, rank, *steps[sharding.mesh.coordinate(rank)["pp"]]) for rank in range(plan.world)]
+
+
+def _steps(plan: Plan, facts: ModelFacts, sharding: Sharding) -> list[tuple[int, int | None]]:
+    """For each place on the pp axis: the most that is kept for backward, and by how much the fullest moment of a step
+    goes beyond it."""
+    if not facts.heads:  # what the modules of a plain list keep is not known on paper
+        return [(0, None)] * plan.pp
     schedule = table(plan, facts)
-    return [_bill(plan, facts, sharding, schedule, rank) for rank in range(plan.world)]
+    tokens = [rows * plan.seq for rows in plan.microbatch_rows]
+
+    @cache
+    def rises(stage: int, m: int) -> peak.Rise:
+        return peak.rise(plan, facts, sharding, stage, tokens[m], splits=schedule.splits)
+
+    # As the pipeline carries it out.
+    lowered = lower(replace(schedule, pairs=()))
+    found: list[tuple[int, int | None]] = []
+    for place in range(plan.pp):
+        kept_ = _kept(plan, facts, sharding, schedule, place)
+        if plan.chunks_loss or {plan.accumulates, plan.reduces} != {"fp32"}:
+            found.append((kept_, None))
+            continue
+        tied = [one for one in sharding.at(place) if one.first.owner == place and len(set(one.first.places)) > 1]
+        # The gradients of other stages' uses arrive when nothing else is there.
+        arrived = max((one.elements(sharding.mesh, sharding.mesh.rank(pp=place)) for one in tied), default=0)
+        most = max(peak.most(lowered, place, rises), arrived * ELEMENT[plan.accumulates])
+        found.append((kept_, max(0, most - kept_)))
+    return found
 
 
-def _bill(plan: Plan, facts: ModelFacts, sharding: Sharding, schedule: Schedule, rank: int) -> MemoryBill:
-    place = sharding.mesh.coordinate(rank)["pp"]
-    held = sharding.at(place)
-    item = ELEMENT[plan.compute]
-    # A tied weight is used on both ends, and so is its bucket; its owner alone keeps state and master weight.
-    used = sum(one.elements(sharding.mesh, rank) for one in held)
-    owned = [one for one in held if one.first.owner == place]
-    state = sum(one.elements(sharding.mesh, rank) for one in owned)
-    stages = sharding.stages_at(place) if facts.heads else ()
+def _kept(plan: Plan, facts: ModelFacts, sharding: Sharding, schedule: Schedule, place: int) -> int:
+    stages = sharding.stages_at(place)
     forward = {stage: kept(plan, facts, sharding, stage) for stage in stages}
     later = {stage: deferred(plan, facts, sharding, stage) for stage in stages}
     again = {stage: replayed(plan, facts, sharding, stage, splits=schedule.splits) for stage in stages}
@@ -64,8 +89,7 @@ def _bill(plan: Plan, facts: ModelFacts, sharding: Sharding, schedule: Schedule,
     # Whole, the loss of a microbatch is multiplied by one fp32 number. By the time that a block is computed again it is
     # gone, and so is the chunk at work where there are several.
     number = {stage: WIDE * (stage == plan.loss_stage and not plan.chunks_loss) for stage in stages}
-    # What the modules of a plain list keep is not known on paper.
-    activations = 0 if not stages else peak(
+    return int(fullest(
         schedule, place, forward=lambda stage, m: forward[stage] * tokens[m] + number[stage],
         deferred=lambda stage, m: later[stage] * tokens[m],
         arriving=lambda stage, m: max(
@@ -73,34 +97,60 @@ def _bill(plan: Plan, facts: ModelFacts, sharding: Sharding, schedule: Schedule,
             again[stage] * tokens[m] - number[stage],
             at_work(plan, facts, stage) * plan.tokens_at_once(tokens[m])[0],
         ),
-    )  # fmt: skip
-    weights, gradients, units = used * item, used * ELEMENT[plan.accumulates], 0
-    if plan.reduces != plan.accumulates:
-        units = used * ELEMENT[plan.reduces]
+    ))  # fmt: skip
+
+
+def _bill(plan: Plan, sharding: Sharding, rank: int, activations: int, working: int | None) -> MemoryBill:
+    place = sharding.mesh.coordinate(rank)["pp"]
+    held = sharding.at(place)
+    item, gradient = ELEMENT[plan.compute], ELEMENT[plan.accumulates]
+    # A tied weight is used on both ends, and so is its bucket; its owner alone keeps state and master weight.
+    used = sum(one.elements(sharding.mesh, rank) for one in held)
+    owned = [one for one in held if one.first.owner == place]
+    state = sum(one.elements(sharding.mesh, rank) for one in owned)
+    weights, gradients = used * item, used * gradient
+    units = used * ELEMENT[plan.reduces] if plan.reduces != plan.accumulates else 0
     if sharding.zero:
-        weights, gradients, units = _units(plan, sharding.units(rank), item)
-        stretches = [sharding.stretch(one.name, "state", rank) or (0, 0) for one in owned]
-        state = sum(stop - start for start, stop in stretches)
+        ours, index = sharding.units(rank), sharding.mesh.index(rank, "shard")
+        zero = plan.zero if plan.reduces_each_microbatch else min(plan.zero, 1)
+        weights = kept_of(ours, plan.zero, index).weights * item
+        gradients = kept_of(ours, zero, index).gradients * gradient
+        state = kept_of(ours, plan.zero, index, {one.name for one in owned}).state
+        gradients += sum(slot_sizes(ours, kept=False).values()) * gradient * plan.reduces_each_microbatch
+        units = _on_their_way(plan, ours, item)
     return MemoryBill(
         rank=rank,
         weights=weights,
         master_weights=state * WIDE if item < WIDE else 0,
         gradients=gradients,
         state=2 * state * WIDE + COUNTER * len(owned),
-        activations=int(activations),
+        activations=activations,
         units=units,
+        working=working,
     )
 
 
-def _units(plan: Plan, units: Sequence[Unit], item: int) -> tuple[int, int, int]:
-    """Bytes of weights and gradients, and of what ZeRO moves units through."""
-    whole, shares = sum(unit.padded for unit in units), sum(unit.share for unit in units)
-    item_of_gradients, leaves = ELEMENT[plan.accumulates], plan.reduces != plan.accumulates
+@dataclass(frozen=True)
+class Kept:
+    """Elements that a rank keeps between steps: of the weights, of the gradients, of what the optimizer updates."""
+
+    weights: int
+    gradients: int
+    state: int
+
+
+def kept_of(units: Sequence[Unit], zero: int, index: int = 0, owned: Collection[str] | None = None) -> Kept:
+    """What rank `index` of those that share `units` keeps of them with a stage of ZeRO, as the paper counts: whole units
+    and shares with their padding, of the state the elements of `owned` parameters (None: all)."""
+    whole, share = sum(unit.padded for unit in units), sum(unit.share for unit in units)
+    stretches = [unit.stretch(name, index) for unit in units for name in unit.names if owned is None or name in owned]
+    updated = sum(stop - start for start, stop in stretches)
+    return Kept(share if zero >= 3 else whole, share if zero >= 2 else whole, updated if zero else whole)
+
+
+def _on_their_way(plan: Plan, units: Sequence[Unit], item: int) -> int:
+    """Bytes of what ZeRO moves units through: pieces of gradients, and with ZeRO-3 whole weights."""
+    leaves = plan.reduces != plan.accumulates
     pieces = min(IN_FLIGHT, len(units)) * max(unit.padded for unit in units) * ELEMENT[plan.reduces] * (1 + leaves)
-    gradients = whole
-    if plan.reduces_each_microbatch:
-        gradients = shares + sum(slot_sizes(units, kept=False).values())
-    if plan.zero < 3:
-        return whole * item, gradients * item_of_gradients, pieces
-    slots = sum(slot_sizes(units, kept=plan.keeps_gathered).values())
-    return shares * item, gradients * item_of_gradients, pieces + slots * item
+    slots = slot_sizes(units, kept=plan.keeps_gathered) if plan.zero >= 3 else {}
+    return pieces + sum(slots.values()) * item

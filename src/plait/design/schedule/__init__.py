@@ -27,7 +27,7 @@ from .check import check, live_microbatches, peak
 from .greedy import TINY, Times
 from .halves import in_halves
 from .loss_on_first import placement_with_loss, with_loss_on_first
-from .lower import lower
+from .lower import AHEAD, SENT, lower
 from .place import Placement, loop, straight, vee
 
 MOST_CHUNKS = 4
@@ -161,9 +161,9 @@ RUNS = [name for name, found in METHODS.items() if not found.no_run]
 FORWARD_ONLY = forward.make
 
 __all__ = [
-    "BACKWARDS", "FORWARD_ONLY", "LAST", "METHODS", "RUNS", "Action", "Kind", "Method", "Schedule", "Times",
-    "check", "in_halves", "live_microbatches", "loop", "lower", "make", "method", "needs", "one_stage_each", "partner",
-    "peak", "placement_with_loss", "search", "several_stages_each", "shorter", "straight", "suitable", "vee",
+    "AHEAD", "BACKWARDS", "FORWARD_ONLY", "LAST", "METHODS", "RUNS", "SENT", "Action", "Kind", "Method", "Schedule",
+    "Times", "check", "in_halves", "live_microbatches", "loop", "lower", "make", "method", "needs", "one_stage_each",
+    "partner", "peak", "placement_with_loss", "search", "several_stages_each", "shorter", "straight", "suitable", "vee",
     "with_loss_on_first",
 ]  # fmt: skip
 

@@ -17,6 +17,13 @@ from dataclasses import replace
 from .action import BACKWARDS, LAST, Action, Kind, Schedule, partner
 from .play import play, unit_seconds
 
+AHEAD = 2
+"""Receives that a rank has posted before its row comes to them, where messages are matched by tag."""
+SENT = 2 * AHEAD
+"""Messages of a rank that may be on their way: before one more is sent the first of them must have been taken. The others
+have posted theirs ahead, so that none waits for it who is not late, and a table that is free of deadlock when every send
+blocks is free of it when some do."""
+
 
 def lower(schedule: Schedule, *, reduce: bool = False) -> Schedule:
     """The table with its communication. `reduce` adds, after a stage's last backward, the end of its gradients' sum

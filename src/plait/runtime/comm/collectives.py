@@ -44,9 +44,6 @@ class Handle:
             self.after()
             self.after = None
 
-    def done(self) -> bool:
-        return self.work is None or self.work.is_completed()
-
 
 DONE = Handle(None, None)
 _NAMES: dict[Op, str] = {"sum": "all_reduce", "max": "all_reduce (maximum)"}
@@ -160,10 +157,9 @@ def receive(x: Tensor, source: int, group: Group, *, why: str, tag: int) -> Hand
     return Handle(group.transport.receive(x, source, tag), x, (board, mark), (group, channel))
 
 
-def early(group: Group) -> bool:
-    """Whether a message moves only once its receive is posted, and finds it by tag, whatever the order: then it is as
-    well to post receives early. NCCL goes by the order alone."""
-    return group.transport is not None and group.transport.posts_early
+def by_tag(group: Group) -> bool:
+    """Whether messages find their receives by tag, in whatever order those are posted. NCCL goes by the order alone."""
+    return group.transport is not None and group.transport.by_tag
 
 
 def barrier(world: World) -> None:

@@ -32,7 +32,7 @@ _COMBINE: dict[Op, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maxi
 class SharedMemory:
     """A `Transport`. `ranks` are the group's, as the world counts them."""
 
-    posts_early = False
+    by_tag = True
 
     def __init__(self, near: Neighbours, ranks: tuple[int, ...]) -> None:
         self._near, self._ranks = near, ranks

@@ -25,8 +25,8 @@ class Work(Protocol):
 class Transport(Protocol):
     """The ranks of a group, in order. Tensors are contiguous, and are not touched by anyone else until a call is done."""
 
-    posts_early: bool
-    """Whether a message moves only once its receive is posted, and finds it by tag, whatever the order."""
+    by_tag: bool
+    """Whether messages find their receives by tag, in whatever order those are posted."""
 
     def all_reduce(self, x: Tensor, op: Op) -> Work:
         """x becomes the sum or maximum of everyone's, the same bits everywhere."""
@@ -76,7 +76,7 @@ class Distributed:
     def __init__(self, handle: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
         self._handle, self._ranks = handle, ranks
         self._gloo = dist.get_backend(handle) == "gloo"
-        self.posts_early = self._gloo
+        self.by_tag = self._gloo
 
     def all_reduce(self, x: Tensor, op: Op) -> Work:
         return dist.all_reduce(x, _OPERATIONS[op], group=self._handle, async_op=True)  # type: ignore[no-any-return]

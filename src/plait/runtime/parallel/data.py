@@ -80,19 +80,9 @@ class Buckets:
         return self._buffers
 
     @property
-    def bytes(self) -> int:
-        """Of the gradients."""
-        return sum(buffer.nbytes for buffer in self._buffers)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Of the weights."""
-        return sum(parameter.nbytes for parameter in self.weights.values())
-
-    @property
-    def space(self) -> int:
-        """Bytes in which gradients are summed, if not in place."""
-        return sum(through.nbytes for through in self._through)
+    def holds(self) -> dict[str, list[Tensor]]:
+        """Tensors that it holds from step to step: as units those in which gradients are summed, if not in place."""
+        return {"weights": list(self.weights.values()), "gradients": self._buffers, "units": self._through}
 
     def publish(self) -> None:
         """Updated weights are whole already."""

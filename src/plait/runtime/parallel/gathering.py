@@ -42,8 +42,9 @@ class Gathering:
         self._training = False
 
     @property
-    def bytes(self) -> int:
-        return sum(slot.nbytes for slot in self._slots.values())
+    def holds(self) -> dict[str, list[Tensor]]:
+        """Tensors that it holds from step to step."""
+        return {"units": list(self._slots.values())}
 
     def place(self, unit: Unit) -> Tensor:
         """Where a unit is whole, [padded]: what stands there is another's, at times."""

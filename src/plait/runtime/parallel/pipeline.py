@@ -1,14 +1,15 @@
 """Carries out one rank's row of a schedule: a table from kind to method, and a loop.
 
 Order is not decided here. Sends and receives are posted where the table has them and waited for where the table says so.
-Over Gloo the next AHEAD receives are posted as well: it moves a message once its receive is there, which then is before
-it is sent. A sent tensor lives until its handle is done, and no longer: what backward needs of it is its place in the
-graph. Stages that follow each other on this rank hand over without a message. With one stage this is gradient
-accumulation.
+Where messages are matched by tag (not over NCCL) the next AHEAD receives are posted as well: Gloo moves a message once
+its receive is there, which then is before it is sent. A sent tensor lives until SENT more are sent, and no longer: what
+backward needs of it is its place in the graph. Stages that follow each other on this rank hand over without a message.
+With one stage this is gradient accumulation.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ...design.schedule import BACKWARDS, LAST, Action, Kind, Schedule
+from ...design.schedule import AHEAD, BACKWARDS, LAST, SENT, Action, Kind, Schedule
 from ..batch import Batch
 from ..comm import collectives
 from ..comm.collectives import Handle
@@ -72,7 +73,6 @@ class GradSink(Protocol):
 
 Key = tuple[int, int]
 """(stage, microbatch)."""
-AHEAD = 2
 RECEIVES = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
 
 
@@ -89,7 +89,7 @@ class Pipeline:
         self._stages, self._group, self.clock, self._sink = stages, group, clock, sink
         self._width, self._dtype, self._device = width, dtype, device
         self._receives = [action for action in self._row if action.kind in RECEIVES]
-        self._ahead = AHEAD if collectives.early(group) else 0
+        self._ahead = AHEAD if collectives.by_tag(group) else 0
         self._trains = any(action.kind in BACKWARDS for action in self._row)
         # The last of its kind of every stage: when the gradients that it gives are whole.
         self._final = {(a.stage, False): a.microbatch for a in self._row if a.kind in BACKWARDS}
@@ -118,7 +118,7 @@ class Pipeline:
         self._graphs: dict[Key, GradientEdge] = {}  # where its backward starts
         self._gradients: dict[Key, Tensor] = {}  # of what it gave
         self._arriving: dict[tuple[str, int, int], Handle] = {}
-        self._sent: list[Handle] = []
+        self._sent: deque[Handle] = deque()
         self.logits: dict[int, Tensor] = {}
         self._losses: list[Tensor] = []
         self._posted, self._called = 0, 0
@@ -190,7 +190,9 @@ class Pipeline:
 
     def _post(self, tensor: Tensor, boundary: int, target: int | None, m: int, why: str) -> None:
         assert target is not None
-        self._sent = [handle for handle in self._sent if not handle.done()]
+        # What is waited for only here lives that long: Gloo does not say before that a message was taken.
+        while len(self._sent) >= SENT:
+            self._sent.popleft().wait()
         to = self.schedule.rank_of(target)
         tag = self._tag(why, boundary, m)
         self._sent.append(collectives.send(tensor, to, self._group, why=why, tag=tag))

@@ -80,15 +80,15 @@ class Recompute:
             if self._replays or batch is None or not torch.is_grad_enabled() or not hidden.requires_grad:
                 return forward(*args, **named)
             mark = self._body.mark()
-            # Cosines, sines, masks that were made for it; positions are the batch's own.
-            besides = [value for value in _tensors((*args[1:], *named.values())) if value is not hidden]
-            notes = [self.note(value) for value in besides if value.is_floating_point()]
+            # Cosines, sines, masks that were made for it; positions are the batch's own. What it reads is not among them:
+            # they live as long as the graph, and that no longer than it is needed.
+            rest, words = args[1:], {name: value for name, value in named.items() if value is not hidden}
+            notes = [self.note(value) for value in _tensors((*rest, *words.values())) if value.is_floating_point()]
+            first = bool(args)
             others: list[Any] = []
 
             def call(run: Callable[..., Any], hidden: Tensor) -> Any:
-                if args:
-                    return run(hidden, *args[1:], **named)
-                return run(**{**named, "hidden_states": hidden})
+                return run(hidden, *rest, **words) if first else run(hidden_states=hidden, **words)
 
             def once(hidden: Tensor) -> Tensor:
                 output = call(forward, hidden)

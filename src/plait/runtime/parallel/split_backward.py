@@ -48,7 +48,8 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         (x,) = ctx.saved_tensors
-        ctx.owe(x, grads[0])
+        # Without its place in the graph, which would keep what the whole stage read, and its gradient.
+        ctx.owe(x.detach(), grads[0])
         return (grads[0] @ ctx.weight if ctx.wanted else None), None, None, None, None
 
 

@@ -154,21 +154,13 @@ class Shares:
     # --- gradients
 
     @property
-    def bytes(self) -> int:
-        """Of the gradients, whole and shares."""
-        slots = self._gradient_slots.values()
-        full = [*slots, *(held.summed for held in self._held)] if self._each else [held.full for held in self._held]
-        return sum(buffer.nbytes for buffer in full)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Of the weights, the padding counted."""
-        return sum(held.weights.nbytes for held in self._held)
-
-    @property
-    def space(self) -> int:
-        """Bytes in which pieces of gradients leave, and arrive that are to be summed."""
-        return sum(space.nbytes for space in (*self._space, *self._through))
+    def holds(self) -> dict[str, list[Tensor]]:
+        """Tensors that it holds from step to step: of gradients whole ones and shares; as units what others' come to."""
+        return {
+            "weights": [held.weights for held in self._held],
+            "gradients": [tensor for held in self._held for tensor in (held.full, held.summed)],
+            "units": [*self._space, *self._through],
+        }
 
     @property
     def buffers(self) -> list[Tensor]:

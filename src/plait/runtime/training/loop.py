@@ -21,7 +21,7 @@ def train(run: Run, batches: Iterable[Given], seen: Callable[[Report], None]) ->
     replicas.agree(run)
     watch = Watch(run)
     for batch in watch.over(batches):
-        report = run.step(batch)
+        report = watch.step(batch)
         seen(report)
         if not report.finite and not (report.skipped and not run.loss_scale.spent(report.scale or 1.0)):
             raise BadNumbersError(_what_went_bad(run, report))

@@ -11,6 +11,7 @@ from ...design.records import MemoryBill, Span, StepTime, Timeline, Traffic
 from ..comm.collectives import all_gather
 from ..comm.world import World
 from .step import Run
+from .storages import size
 from .watch import Watch
 
 
@@ -48,13 +49,18 @@ def traffic(world: World, predicted: list[Traffic]) -> list[Traffic]:
 
 
 def memory(run: Run, watch: Watch) -> list[MemoryBill]:
-    """What every rank holds, counted tensor by tensor, and what its first step kept for backward. Every rank must ask."""
-    master, state = run.optimizer.held
-    units = run.sink.space + (run.gathering.bytes if run.gathering is not None else 0)
-    held = [run.sink.stored_bytes, master, run.sink.bytes, state, watch.kept, units, _process(run.world.device)]
-    mine = torch.tensor(held, device=run.world.device)
-    gathered = all_gather(mine, run.world.everyone, why="memory").tolist()
-    return [MemoryBill(rank, *row) for rank, row in enumerate(gathered)]
+    """What every rank holds, counted storage by storage; what its first step kept for backward, and by how much its
+    second went beyond that. Every rank must ask."""
+    held = {name: size(tensors) for name, tensors in run.holds.items()}
+    counted = [*held.values(), watch.kept, watch.most or 0, _process(run.world.device)]
+    gathered = all_gather(torch.tensor(counted, device=run.world.device), run.world.everyone, why="memory").tolist()
+    return [
+        MemoryBill(
+            rank, **dict(zip(held, row, strict=False)), activations=kept, process=process,
+            working=None if watch.most is None else most - kept,
+        )
+        for rank, (*row, kept, most, process) in enumerate(gathered)
+    ]  # fmt: skip
 
 
 def _process(device: torch.device) -> int:

@@ -99,11 +99,11 @@ class Optimizer:
         return float(self._all[0].param_groups[0]["lr"])
 
     @property
-    def held(self) -> tuple[int, int]:
-        """Bytes of its own weights, where compute is narrower than they, and of AdamW's state."""
+    def holds(self) -> dict[str, list[Tensor]]:
+        """Tensors that it holds from step to step: its own weights, where compute is narrower than they, and AdamW's."""
         states = [values for adamw in self._all for values in adamw.state.values()]
         state = [value for values in states for value in values.values()]
-        return sum(weight.nbytes for _, weight in self._published), sum(value.nbytes for value in state)
+        return {"master_weights": [weight for _, weight in self._published], "state": state}
 
     def moments(self, name: str) -> tuple[Tensor, Tensor]:
         weight = self.weights[name]

@@ -149,6 +149,21 @@ class Run:
         with ZeRO-3 its stretch."""
         return self.parameters if self.gathering is None else self.sink.weights
 
+    @property
+    def holds(self) -> dict[str, list[Tensor]]:
+        """Tensors that this rank holds from step to step, by the fields of a `MemoryBill`."""
+        found: dict[str, list[Tensor]] = {
+            "weights": [],
+            "master_weights": [],
+            "gradients": [],
+            "state": [],
+            "units": [],
+        }
+        for owner in (self.sink, self.optimizer, self.gathering):
+            for name, tensors in owner.holds.items() if owner is not None else ():
+                found[name] += tensors
+        return found
+
     def forget(self) -> None:
         """Lets go of what the last pass left for the next module."""
         self._shared.forget()

@@ -1,4 +1,4 @@
-"""What the training loop sees of its steps: where their seconds went on this rank, and what the first kept for backward.
+"""What the training loop sees of its steps: where their seconds went on this rank, and how much memory they took.
 
     | asking for a batch | step: count, move, forwards and backwards, optimizer | metrics, printing | asking ...
     |<----------------------------- one step's time, split ------------------------------>|
@@ -13,16 +13,18 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 
 from ...design.records import STEP_SHARES, WORLD
 from ..batch import Batch
 from ..parallel.clock import between
 from .kept import Keeper, counted
-from .step import Given, Run
+from .step import Given, Report, Run
+from .storages import Storages
 
 MEASURED = 10
-"""The last steps, over which the shares are means; the first step warms up, and does not count where there are others."""
+"""The last steps, over which the shares are means. The first two, whose memory is counted, do not count where there are
+others."""
+COUNTED = 2
 
 
 class Watch:
@@ -33,6 +35,8 @@ class Watch:
         self._steps: deque[dict[str, float]] = deque(maxlen=MEASURED)
         self.kept = 0
         """The most bytes that the first step kept for backward at one time."""
+        self.most: int | None = None
+        """The most bytes that the second step, which finds all that is held, took besides it at one time."""
 
     def over(self, batches: Iterable[Given]) -> Iterator[Given]:
         source = iter(batches)
@@ -43,21 +47,31 @@ class Watch:
             if batch is None:
                 return
             waited = time.perf_counter() - asked
-            first = self._run.done == 0
-            parts = (batch,) if isinstance(batch, Batch) else batch
-            held = (*self._run.parameters.values(), *(part.tokens for part in parts))
-            owed = [stage.weight_gradients for stage in self._run.stages.values() if stage.weight_gradients is not None]
-            keepers: list[Keeper] = [*owed, *self._run.recomputing.values()]
-            keepers += [self._run.chunked] if self._run.chunked is not None else []
-            with counted(held, keepers) if first else nullcontext() as kept:
-                yield batch
-            if kept is not None:
-                self.kept = kept.peak
-            if len(self._steps) == 1 and self._run.done == 2:
+            yield batch
+            if 1 < self._run.done <= COUNTED + 1:
                 self._steps.clear()
             ended = time.perf_counter()
             self._steps.append(self._shares(waited, ended - began))
             began = ended
+
+    def step(self, batch: Given) -> Report:
+        """Takes a step, and counts its memory if it is one of the first two."""
+        run = self._run
+        if run.done == 0:
+            parts = (batch,) if isinstance(batch, Batch) else batch
+            owed = [stage.weight_gradients for stage in run.stages.values() if stage.weight_gradients is not None]
+            keepers: list[Keeper] = [*owed, *run.recomputing.values()]
+            keepers += [run.chunked] if run.chunked is not None else []
+            with counted((*run.parameters.values(), *(part.tokens for part in parts)), keepers) as kept:
+                report = run.step(batch)
+            self.kept = kept.peak
+        elif run.done == 1:
+            with Storages(run.holds, run.world.device) as storages:
+                report = run.step(batch)
+            self.most = storages.peak
+        else:
+            report = run.step(batch)
+        return report
 
     @property
     def steps(self) -> int:
