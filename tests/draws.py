@@ -56,6 +56,7 @@ def draw(seed: int) -> Draw:
             plan |= _pipeline(Random(-1001 - seed), plan, sizes)
             plan |= _uneven(Random(-1 - seed), plan, sizes["num_hidden_layers"])
             plan |= _shares(Random(-2001 - seed), plan, sizes)
+            plan |= _types(Random(-3001 - seed), plan, sizes)
             # Only the first step is also run as shipped: one that trains nothing would show nothing there.
             first = random.choice([kind for kind in KINDS if kind != "nothing"])
             return Draw(
@@ -123,6 +124,17 @@ def _shares(random: Random, plan: dict[str, Any], sizes: dict[str, Any]) -> dict
     zero = random.choice((1, 2, 3))
     several = any(values["replicas"] > 1 for values in legal)  # few degrees have any
     return random.choice([v for v in legal if v["zero"] == zero and (v["replicas"] > 1) == several])
+
+
+def _types(random: Random, plan: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
+    """In half of the draws any types that go together, of which fewer have gradients and sums of their own."""
+    ways = product(("fp32", "bf16", "fp16"), ("auto", "bf16"), ("auto", "fp32", "bf16", "fp16"))
+    legal = [
+        values
+        for values in (dict(zip(("compute", "accumulate", "reduce"), way, strict=True)) for way in ways)
+        if _accepted(plan | values, sizes)
+    ]
+    return random.choice(legal) if random.random() < 0.5 else {}
 
 
 def _degrees(random: Random) -> dict[str, int]:
