@@ -57,6 +57,7 @@ def draw(seed: int) -> Draw:
             plan |= _uneven(Random(-1 - seed), plan, sizes["num_hidden_layers"])
             plan |= _shares(Random(-2001 - seed), plan, sizes)
             plan |= _loss_in_chunks(Random(-3001 - seed), plan)
+            plan |= _types(Random(-4001 - seed), plan, sizes)
             # Only the first step is also run as shipped: one that trains nothing would show nothing there.
             first = random.choice([kind for kind in KINDS if kind != "nothing"])
             return Draw(
@@ -132,6 +133,17 @@ def _loss_in_chunks(random: Random, plan: dict[str, Any]) -> dict[str, Any]:
     if least < 2 or plan.get("loss_at") == "first" or random.random() < 0.7:
         return {}
     return {"loss_chunks": random.choice((2, 3, random.randint(2, least)))}
+
+
+def _types(random: Random, plan: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
+    """In half of the draws any types that go together, of which fewer have gradients and sums of their own."""
+    ways = product(("fp32", "bf16", "fp16"), ("auto", "bf16"), ("auto", "fp32", "bf16", "fp16"))
+    legal = [
+        values
+        for values in (dict(zip(("compute", "accumulate", "reduce"), way, strict=True)) for way in ways)
+        if _accepted(plan | values, sizes)
+    ]
+    return random.choice(legal) if random.random() < 0.5 else {}
 
 
 def _degrees(random: Random) -> dict[str, int]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from plait.check.batches import awkward_batches
 from plait.check.faults.fault import instead
+from plait.check.proof import prove
 from plait.design.cost.memory import memory
 from plait.design.errors import PlanError
 from plait.design.plan import Plan
 from plait.design.precision import kept
 from plait.design.rules import validate
+from plait.runtime.comm import collectives
 from plait.runtime.comm.failure import RankError
 from plait.runtime.comm.world import World
 from plait.runtime.hf.read import read
@@ -43,6 +47,29 @@ LAYOUTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name)
 def test_layouts_equal_one_process(nursery: Nursery, tiny: Models, layout: dict[str, Any]) -> None:
     assert_equal(nursery, shipped=True, model=tiny(), microbatches=2, batch=4 * layout.get("dp", 1), **layout)
+
+
+def not_brought_back() -> None:
+    """What is summed in another type stays there: each rank goes on with its own."""
+
+    @instead(collectives, "all_reduce")
+    def wrong(right: Any, x: torch.Tensor, *args: Any, through: torch.Tensor | None = None, **more: Any) -> Any:
+        return right(x if through is None else through.copy_(x), *args, **more)
+
+
+def departs(planted: bool) -> Any:
+    plan = Plan(model="llama-tiny", seq=16, steps=3, dp=2, batch=8, reduce="bf16")
+    model = read(plan.model)
+    batches = partial(awkward_batches, plan, model.facts.vocabulary, 3)
+    verdict = prove(plan, model, batches, plant=not_brought_back if planted else None)[1]
+    return [str(verdict.departures[0].place), verdict.cause] if verdict.departures else []
+
+
+def test_a_sum_that_is_not_brought_back_is_found_as_shipped(nursery: Nursery) -> None:
+    assert nursery(departs, False) == []
+    place, cause = nursery(departs, True)
+    assert "the reduced gradient of lm_head.weight" in place
+    assert "the sum over dp is missing" in cause
 
 
 # --- the loss scale changes nothing but range

@@ -113,6 +113,8 @@ SHARES: dict[str, tuple[int, Callable[[Draw], Any]]] = {
     "ZeRO": (30, lambda d: d.plan.get("zero")),
     "ZeRO over tp and pp": (8, lambda d: d.plan.get("zero") and len(axes(d)) == 3),
     "ZeRO with backwards in two halves": (5, lambda d: d.plan.get("zero") and halves(d)),
+    "sums in a type of their own": (8, lambda d: Plan(**d.plan).reduces != Plan(**d.plan).accumulates),
+    "gradients kept in bf16": (5, lambda d: Plan(**d.plan).accumulates == "bf16"),
     "ZeRO in replicas": (2, lambda d: d.plan.get("replicas", 1) > 1),
     "ZeRO-3 that gathers each time in a pipeline": (
         2,
@@ -125,7 +127,7 @@ EACH: dict[str, tuple[int, Iterable[Any], Callable[[Draw], Any]]] = {
     "schedule": (3, RUNS, lambda d: d.plan["schedule"]),
     "stages on a rank": (10, (1, 2), lambda d: stages(d)),
     "split_backward": (10, (True, False), lambda d: d.plan["split_backward"]),
-    "compute": (30, ("fp32", "bf16"), lambda d: d.plan["compute"]),
+    "compute": (15, ("fp32", "bf16", "fp16"), lambda d: d.plan["compute"]),
     "lr_schedule": (10, ("cosine", "linear", "constant"), lambda d: d.plan["lr_schedule"]),
     "warmup": (10, (0, 1, 3), lambda d: d.plan["warmup"]),
     "clip": (10, (0.0, 0.01, 1.0, 100.0), lambda d: d.plan["clip"]),
