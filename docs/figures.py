@@ -28,8 +28,8 @@ from plait.design.sharding import needed, shard
 from plait.design.simulate import simulate, unit_seconds
 from plait.design.styles import STYLES
 from plait.design.table import table
-from plait.design.unit import Unit, gathers
-from plait.report import schedules, sharding, shares, timeline
+from plait.design.unit import Unit
+from plait.report import fetching, schedules, sharding, shares, timeline
 from plait.report.schedules import Played
 from plait.report.words import percent, size
 
@@ -115,6 +115,7 @@ def figures() -> dict[str, str]:
     found["zero.svg"] = shares.svg(
         next(u for u in sharing if u.block == 0), title="One block on dp 4: what each rank keeps"
     )
+    found["zero-order.svg"] = _fetching()
     mesh = Mesh((("dp", 2), ("tp", 2)))
     for file, name, shape in (
         ("colwise", "colwise", (2 * HIDDEN, HIDDEN)),
@@ -124,6 +125,24 @@ def figures() -> dict[str, str]:
         layout = Layout(shape, (Cut({"out": 0, "in": 1}[STYLES[name].cuts], ("tp",)),))
         found[f"{file}.svg"] = sharding.svg(layout, mesh, title=f"{name}: weight (out x in) cut over tp")
     return found
+
+
+def _needed(facts: ModelFacts, plan: Plan) -> list[tuple[str, Unit]]:
+    """What a step needs on rank 0, in order, and for which work."""
+    sharding_, row = shard(facts, plan), table(plan, facts).rows[0]
+    return [
+        ("forward" if action.kind is Kind.FORWARD else "backward", unit)
+        for action in row
+        for unit in needed(sharding_, 0, [action])
+    ]
+
+
+def _fetching() -> str:
+    """Three blocks over three ranks; what comes before and after the blocks is not drawn."""
+    facts, plan = example_model(blocks=3), Plan(dp=3, batch=3, seq=128, zero=3)
+    sequence = [(work, unit) for work, unit in _needed(facts, plan) if unit.block is not None]
+    names = {unit: "abc"[unit.block or 0] for _, unit in sequence}
+    return fetching.svg(sequence, names, title="ZeRO-3, three blocks on dp 3: who has what, and what is fetched when")
 
 
 def _markdown(head: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
@@ -246,16 +265,12 @@ def _zero_order() -> str:
     """What a rank of ZeRO-3 needs one after the other, and what it gathers for it, with three blocks a, b and c."""
     facts = example_model(blocks=3)
     plan = Plan(dp=2, batch=8, seq=128, zero=3)
-    sharding_, row = shard(facts, plan), table(plan, facts).rows[0]
     rows = list[tuple[object, ...]]()
-    for action in row:
-        for unit in needed(sharding_, 0, [action]):
-            before = list(needed(sharding_, 0, row))[: len(rows)]
-            fetched = len(gathers([*before, unit], kept=False)) > len(gathers(before, kept=False))
-            name = f"block {'abc'[unit.block]}" if unit.block is not None else unit.name
-            where = f"blocks, {'first' if unit.block % 2 == 0 else 'second'}" if unit.block is not None else "ends"
-            work = "forward" if action.kind is Kind.FORWARD else "backward"
-            rows.append((len(rows) + 1, work, name, where, "gathered" if fetched else "still there"))
+    for need in fetching.needs(_needed(facts, plan)):
+        unit = need.unit
+        name = f"block {'abc'[unit.block]}" if unit.block is not None else unit.name
+        where = f"blocks, {'first' if unit.block % 2 == 0 else 'second'}" if unit.block is not None else "ends"
+        rows.append((len(rows) + 1, need.work, name, where, "gathered" if need.fetched else "still there"))
     return _markdown(("", "work", "needs", "slot", ""), rows)
 
 
