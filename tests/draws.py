@@ -128,7 +128,7 @@ def _shares(random: Random, plan: dict[str, Any], sizes: dict[str, Any]) -> dict
 
 
 def _loss_in_chunks(random: Random, plan: dict[str, Any]) -> dict[str, Any]:
-    """In a third of the draws, up to one a token."""
+    """In some draws, up to one a token."""
     least = min(Plan(**plan).microbatch_rows) * plan["seq"]
     if least < 2 or plan.get("loss_at") == "first" or random.random() < 0.7:
         return {}
