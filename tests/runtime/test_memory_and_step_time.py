@@ -41,6 +41,12 @@ LAYOUTS: list[dict[str, Any]] = [
     {"dp": 2, "tp": 2, "zero": 3, "compute": "bf16", "keep_gathered": "yes"},
     {"dp": 2, "pp": 2, "zero": 3, "microbatches": 3, "schedule": "zb-v"},
     {"dp": 2, "pp": 2, "zero": 3, "microbatches": 2, "keep_gathered": "no", "reduce_every": "microbatch"},
+    {"train_only": "lm_head.weight"}, {"train_only": "*norm*", "tp": 2}, {"freeze": "*q_proj*,*down_proj*,lm_head*"},
+    {"freeze": "*embed_tokens*,model.layers.0.*", "recompute": "full", "tp": 2}, {"pp": 2, "train_only": "lm_head.*"},
+    {"dp": 2, "zero": 2, "compute": "bf16", "freeze": "*norm*,model.layers.1.*"},
+    {"dp": 4, "zero": 3, "replicas": 2, "train_only": "model.layers.2.mlp.*"},
+    {"pp": 2, "microbatches": 3, "schedule": "zb-h1", "freeze": "*q_proj*,*down_proj*,model.norm.*"},
+    {"dp": 2, "pp": 2, "zero": 3, "microbatches": 2, "schedule": "zb-v", "freeze": "*embed_tokens*,model.layers.0.*"},
 ]  # fmt: skip
 
 

@@ -35,6 +35,11 @@ LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2, "recompute": "full", "recompute_every": 2}, {"tp": 2, "pp": 2, "recompute": "attention"},
     {"dp": 4, "zero": 1}, {"dp": 2, "zero": 2, "compute": "bf16"}, {"dp": 2, "tp": 2, "zero": 3},
     {"dp": 2, "pp": 2, "zero": 3, "schedule": "zb-v", "keep_gathered": "no"}, {"dp": 4, "zero": 3, "microbatches": 1},
+    {"dp": 2, "tp": 2, "freeze": "*embed_tokens*,model.layers.0.*,*norm*"}, {"tp": 2, "train_only": "lm_head.weight"},
+    {"tp": 2, "train_only": "*norm*", "recompute": "full"},
+    {"dp": 2, "pp": 2, "zero": 1, "train_only": "model.layers.3.*"},
+    {"dp": 2, "tp": 2, "zero": 3, "freeze": "*q_proj*,*down_proj*"}, {"dp": 2, "zero": 3, "train_only": "lm_head.weight"},
+    {"dp": 4, "zero": 3, "replicas": 2, "train_only": "model.layers.2.*"},
 ]  # fmt: skip
 
 

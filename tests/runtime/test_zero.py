@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -49,9 +50,11 @@ def pairs(row: dict[str, Any]) -> set[tuple[tuple[str, Any], ...]]:
     return set(combinations(row.items(), 2))
 
 
-def covering() -> list[dict[str, Any]]:
+def covering(
+    axes: Mapping[str, Sequence[Any]] = AXES, possible: Callable[[dict[str, Any]], bool] = possible
+) -> list[dict[str, Any]]:
     """Rows in which every pair of values of two axes occurs that occurs in any."""
-    rows = [dict(zip(AXES, values, strict=True)) for values in product(*AXES.values())]
+    rows = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
     rows = [row for row in rows if possible(row)]
     missing = set().union(*map(pairs, rows))
     found = []

@@ -29,7 +29,7 @@ def work(plan: Plan) -> str:
 
 
 def layout(plan: Plan) -> str:
-    """'pp 2 x dp 2 x tp 2, ZeRO-3, 1f1b, recompute full, 3 microbatches'."""
+    """'pp 2 x dp 2 x tp 2, ZeRO-3, 1f1b, recompute full, freeze *norm*, 3 microbatches'."""
     words = [str(plan.mesh)]
     if plan.zero:
         words.append(f"ZeRO-{plan.zero}" + (f" in {plan.replicas} replicas" if plan.replicas > 1 else ""))
@@ -37,6 +37,9 @@ def layout(plan: Plan) -> str:
     if plan.recompute != "none":
         every = f" every {plan.recompute_every} blocks" if plan.recompute_every > 1 else ""
         words.append(f"recompute {plan.recompute}{every}")
+    words += [
+        f"{field} {named}" for field, named in (("freeze", plan.freeze), ("train_only", plan.train_only)) if named
+    ]
     return ", ".join([*words, counted(plan.microbatches, "microbatch")])
 
 

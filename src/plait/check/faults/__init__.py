@@ -5,11 +5,19 @@ A fault goes into the ranks alone; neither the reference nor the checker is told
 
 from __future__ import annotations
 
-from . import batch, pipeline, recompute, sums, weights, zero
+from . import batch, frozen, pipeline, recompute, sums, weights, zero
 from .fault import Fault
 
 FAULTS: dict[str, Fault] = {
     fault.name: fault
-    for fault in (*sums.FAULTS, *batch.FAULTS, *pipeline.FAULTS, *weights.FAULTS, *zero.FAULTS, *recompute.FAULTS)
+    for fault in (
+        *sums.FAULTS,
+        *batch.FAULTS,
+        *pipeline.FAULTS,
+        *weights.FAULTS,
+        *zero.FAULTS,
+        *recompute.FAULTS,
+        *frozen.FAULTS,
+    )
 }
 """Every planted fault by name."""

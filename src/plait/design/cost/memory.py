@@ -12,6 +12,8 @@ With ZeRO on d dp ranks a unit of u elements, padded to d equal shares, has
     state, masters   the rank's own stretches, together not more than u / d
     units            ZeRO-3: the slots of whole units (design/unit.py); pieces of gradients: two of the largest unit
 
+What is frozen is weights and nothing else, whole with ZeRO-1 and -2, with ZeRO-3 in units of its own.
+
 These equal what a run holds, to the byte. Activations are what each token leaves behind (`per_token.kept`), times the
 tokens of each microbatch, added up as the schedule has them alive on the rank. Where backward is split, `deferred` lives
 on until the backward of the weights, and the gradient that a stage gets (`arriving`) is kept while all its activations
@@ -51,7 +53,8 @@ def _bill(plan: Plan, facts: ModelFacts, sharding: Sharding, schedule: Schedule,
     item = ELEMENT[plan.compute]
     # A tied weight is used on both ends, and so is its bucket; its owner alone keeps state and master weight.
     used = sum(one.elements(sharding.mesh, rank) for one in held)
-    owned = [one for one in held if one.first.owner == place]
+    trained = sum(one.elements(sharding.mesh, rank) for one in held if one.first.trains)
+    owned = [one for one in held if one.first.owner == place and one.first.trains]
     state = sum(one.elements(sharding.mesh, rank) for one in owned)
     stages = sharding.stages_at(place) if facts.heads else ()
     forward = {stage: kept(plan, facts, sharding, stage) for stage in stages}
@@ -69,9 +72,10 @@ def _bill(plan: Plan, facts: ModelFacts, sharding: Sharding, schedule: Schedule,
             again[stage] * tokens[m] - WIDE * (stage == plan.loss_stage),
         ),
     )  # fmt: skip
-    weights, gradients, units = used * item, used * GRADIENT_ELEMENT, 0
+    weights, gradients, units = used * item, trained * GRADIENT_ELEMENT, 0
     if sharding.zero:
         weights, gradients, units = _units(plan, sharding.units(rank), item)
+        weights += (used - trained) * item if sharding.zero < 3 else 0
         stretches = [sharding.stretch(one.name, "state", rank) or (0, 0) for one in owned]
         state = sum(stop - start for start, stop in stretches)
     return MemoryBill(
@@ -87,12 +91,13 @@ def _bill(plan: Plan, facts: ModelFacts, sharding: Sharding, schedule: Schedule,
 
 def _units(plan: Plan, units: Sequence[Unit], item: int) -> tuple[int, int, int]:
     """Bytes of weights and gradients, and of what ZeRO moves units through."""
-    whole, shares = sum(unit.padded for unit in units), sum(unit.share for unit in units)
-    pieces = min(IN_FLIGHT, len(units)) * max(unit.padded for unit in units) * GRADIENT_ELEMENT
-    gradients = whole
+    trained = [unit for unit in units if unit.trains]
+    largest = max((unit.padded for unit in trained), default=0)
+    pieces = min(IN_FLIGHT, len(trained)) * largest * GRADIENT_ELEMENT
+    gradients = whole = sum(unit.padded for unit in trained)
     if plan.reduces_each_microbatch:
-        gradients = shares + sum(slot_sizes(units, kept=False).values())
+        gradients = sum(unit.share for unit in trained) + sum(slot_sizes(trained, kept=False).values())
     if plan.zero < 3:
         return whole * item, gradients * GRADIENT_ELEMENT, pieces
     slots = sum(slot_sizes(units, kept=plan.keeps_gathered).values())
-    return shares * item, gradients * GRADIENT_ELEMENT, pieces + slots * item
+    return sum(unit.share for unit in units) * item, gradients * GRADIENT_ELEMENT, pieces + slots * item

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ...design.sharding import Parameter
+from ...design.part import Parameter
 from ..comm.collectives import Handle, all_reduce
 from ..comm.world import Group
 

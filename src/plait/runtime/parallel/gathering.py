@@ -34,7 +34,9 @@ class Gathering:
         self._shares: dict[Unit, Tensor] = {}
         self._in: dict[Slot, Unit] = {}
         self._arriving: dict[Slot, Handle] = {}
+        # The unit that was asked for last, and those that are at work with it: of one place.
         self._now: Unit | None = None
+        self._here: set[Unit] = set()
         # The order of a step: as the last one had it, None where nothing is known, and as this one has it so far.
         self._known: list[Unit] | None = None
         self._order: list[Unit] = []
@@ -62,7 +64,8 @@ class Gathering:
 
         for module in modules:
             module.register_forward_pre_hook(before)
-            if not isinstance(module, nn.Embedding):  # its backward asks for rows, and not for the weight
+            # An embedding's backward asks for rows, and not for the weight.
+            if unit.block is not None or not isinstance(module, nn.Embedding):
                 module.register_forward_hook(behind)
 
     def begin(self) -> None:
@@ -82,12 +85,19 @@ class Gathering:
         self._arriving.clear()
         self._in.clear()
         self._now = None
+        self._here.clear()
 
     def _need(self, unit: Unit) -> None:
-        """Returns when the unit is whole, and starts gathering the one that is needed next."""
+        """Returns when the unit is whole, and starts gathering what is needed next: the others of its place, and those of
+        the next place in the order."""
         if unit is self._now:
             return
+        if self._now is None or not _together(unit, self._now):
+            self._here.clear()
         self._now = unit
+        if unit in self._here:
+            return
+        self._here.add(unit)
         slot = unit.slot(kept=self._kept)
         self._gather(unit)
         if slot in self._arriving:
@@ -100,8 +110,15 @@ class Gathering:
             return
         if self._known[done - 1] is not unit:
             self._known = None
-        elif self._known[done].slot(kept=self._kept) != slot:
-            self._gather(self._known[done])
+            return
+        next_place: Unit | None = None
+        for ahead in self._known[done:]:
+            if not _together(ahead, unit):
+                next_place = next_place or ahead
+                held = self._in.get(ahead.slot(kept=self._kept))
+                if not _together(ahead, next_place) or (held is not None and held != ahead and _together(held, unit)):
+                    return
+            self._gather(ahead)
 
     def _gather(self, unit: Unit) -> None:
         """Starts gathering a unit that is not in its slot."""
@@ -113,3 +130,8 @@ class Gathering:
         self._in[slot] = unit
         # As a tensor of its own: autograd is not to take the next unit for a change of this one's weights.
         self._arriving[slot] = gather_shares(self.place(unit).data, self._shares[unit], self._group, why="weights")
+
+
+def _together(one: Unit, other: Unit) -> bool:
+    """Whether two units are at work at the same time: what is trained and what is frozen of a block, say."""
+    return (one.stage, one.place) == (other.stage, other.place)

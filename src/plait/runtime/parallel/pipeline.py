@@ -145,7 +145,7 @@ class Pipeline:
             self._loss += output.detach()
         else:
             self._given[key] = output.detach()
-        if self._trains:
+        if self._trains and output.requires_grad:  # nothing in a first stage may train
             self._graphs[key] = get_gradient_edge(output)
 
     def _backward(self, stage: int, m: int) -> None:
@@ -156,7 +156,9 @@ class Pipeline:
     def _backward_input(self, stage: int, m: int) -> None:
         key, part = (stage, m), self._stages[stage]
         self._sink.final = m == self._final[stage, False]
-        torch.autograd.backward(self._graphs.pop(key), self._gradients.pop(key, None))
+        graph, gradient = self._graphs.pop(key, None), self._gradients.pop(key, None)
+        if graph is not None:
+            torch.autograd.backward(graph, gradient)
         if part.weight_gradients is not None:
             part.weight_gradients.keep(m)
         before = self.schedule.before(stage)

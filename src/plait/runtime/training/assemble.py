@@ -12,17 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from ...design.errors import PlanError
+from ...design.part import Parameter
 from ...design.plan import Plan, stage_blocks, width_after
 from ...design.rules import validate
 from ...design.schedule import FORWARD_ONLY, Schedule, check, lower
-from ...design.sharding import Parameter, Sharding, buckets, shard
+from ...design.sharding import Sharding, buckets, shard
 from ...design.styles import style
 from ...design.table import settled, table
 from .. import sequential
 from ..comm.world import Group, World
 from ..hf.read import Model, read
 from ..hf.stage_model import StageModel, transposed
-from ..parallel import loss, tensor
+from ..parallel import frozen, loss, tensor
 from ..parallel.clock import Clock
 from ..parallel.data import Buckets
 from ..parallel.gathering import Gathering
@@ -57,7 +58,7 @@ def build(
     sharding = shard(trained.facts, plan)
     place = world.coordinate["pp"]
     numbers = sharding.stages_at(place)
-    held = sharding.at(place)
+    trained_here = sharding.trained_at(place)
     computed = table(plan, trained.facts)
     # The two of a pair run one after the other here, so that what the first gives is sent before the second begins.
     schedule = lower(replace(computed, pairs=()), reduce=True)
@@ -77,6 +78,13 @@ def build(
         else:
             body.materialise(world.device, kept, home)
     parameters = {name: parameter for body in bodies.values() for name, parameter in body.parameters().items()}
+
+    # What is frozen wants no gradient, and where all that comes before is, backward ends.
+    frozen.freeze(parameter for name, parameter in parameters.items() if not sharding.parameter(name).first.trains)
+    for number, body in bodies.items():
+        first = next((block for block in sorted(body.blocks) if sharding.reaches(number, block)), None)
+        if first is not None:
+            frozen.begin(body.blocks[first])
 
     # What backward computes again: around whatever was put into the modules before.
     recomputing = _recompute(plan, bodies)
@@ -101,7 +109,7 @@ def build(
     # Where gradients go: to buckets, which are summed over dp while backward goes on, or to their units.
     sink: Buckets | Shares
     if shares is None:
-        sink = _buckets(plan, held, world, parameters, accumulate, parts, splits=computed.splits)
+        sink = _buckets(plan, trained_here, world, parameters, accumulate, parts, splits=computed.splits)
     else:
         sink = shares
         shares.adopt(parameters)
@@ -112,7 +120,7 @@ def build(
 
     # A tied weight has one owner; the optimizer updates what this rank owns; the pipeline carries out the table.
     tied = TiedWeights(sharding.parameters, world.group("pp"), sink.gradients, sink.weights)
-    owned = tuple(one for one in held if one.first.owner == place)
+    owned = tuple(one for one in trained_here if one.first.owner == place)
     optimizer = Optimizer(plan, owned, sink.weights, sink.gradients)
     clock = Clock(world.device)
 
@@ -181,7 +189,7 @@ def _bodies(
         later = _replace_forwards(
             model, body, sharding, world, world.group("tp"), shared, number, owed.get(number)
         )  # fmt: skip
-        parts += _parts(sharding, number, later)
+        parts += _parts(plan, sharding, number, body, later)
     return bodies, owed, parts
 
 
@@ -262,13 +270,19 @@ def _replace_forwards(
     return later
 
 
-def _parts(sharding: Sharding, stage: int, later: set[str]) -> Counter[str]:
+def _parts(plan: Plan, sharding: Sharding, stage: int, body: Body, later: set[str]) -> Counter[str]:
     """In how many parts each parameter's gradient comes from a microbatch of the stage: by autograd, and from the layers
-    whose products are put off."""
+    whose products are put off. A block that is computed again has a backward of its own."""
+    again: dict[nn.Module, int] = {}
+    for block, module in body.blocks.items():
+        reads_tokens = isinstance(body, SequentialStage) and block == 0
+        if plan.recompute == "full" and plan.recomputes(block) and sharding.reaches(stage, block) and not reads_tokens:
+            again |= dict.fromkeys(module.modules(), block)
     found = Counter[str]()
     for parameter in sharding.on_stage(stage):
-        here = {name in later for place, name in parameter.first.uses if place == stage}
-        found[parameter.name] = len(here)
+        names = (name for place, name in parameter.first.uses if place == stage)
+        ways = {"later" if name in later else again.get(body.module.get_submodule(name)) for name in names}
+        found[parameter.name] = len(ways)
     return found
 
 

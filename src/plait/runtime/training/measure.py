@@ -51,7 +51,7 @@ def memory(run: Run, watch: Watch) -> list[MemoryBill]:
     """What every rank holds, counted tensor by tensor, and what its first step kept for backward. Every rank must ask."""
     master, state = run.optimizer.held
     units = run.sink.space + (run.gathering.bytes if run.gathering is not None else 0)
-    held = [run.sink.stored_bytes, master, run.sink.bytes, state, watch.kept, units, _process(run.world.device)]
+    held = [run.stored_bytes, master, run.sink.bytes, state, watch.kept, units, _process(run.world.device)]
     mine = torch.tensor(held, device=run.world.device)
     gathered = all_gather(mine, run.world.everyone, why="memory").tolist()
     return [MemoryBill(rank, *row) for rank, row in enumerate(gathered)]

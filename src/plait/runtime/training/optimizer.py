@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from ...design.part import Parameter
 from ...design.plan import Plan
-from ...design.sharding import Parameter
 
 
 def learning_rate(plan: Plan, step: int, steps: int) -> float:
@@ -52,7 +52,8 @@ class Optimizer:
         others = [self.weights[one.name] for one in held if not one.first.decays]
         groups = [{"params": decays, "weight_decay": plan.weight_decay}, {"params": others, "weight_decay": 0.0}]
         self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            # Where all that a rank holds is frozen there is an empty group.
+            [group for group in groups if group["params"]] or groups[:1],
             lr=plan.lr,
             betas=(plan.beta1, plan.beta2),
             eps=1e-8,
