@@ -191,6 +191,7 @@ def numbers() -> dict[str, str]:
         "zero traffic": _zero_traffic(),
         "zero memory": _zero_memory(),
         "zero order": _zero_order(),
+        "frozen memory": _frozen_memory(),
         "tp traffic": _traffic(Plan(**example, tp=2, microbatches=4), "tp"),
         "accumulation": _pipelines_of_one((1, 4, 16)),
         "balance": _balances(),
@@ -226,6 +227,26 @@ def _zero_memory() -> str:
         parts = (bill.weights, bill.gradients, bill.master_weights + bill.state, bill.units)
         rows.append((name, *(f"{part / facts.elements:.2f}" for part in (*parts, sum(parts)))))
     return _markdown(("stage", "weights", "gradients", "masters and state", "units on their way", "held"), rows)
+
+
+FROZEN: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("nothing is frozen", {}), ("the embedding", {"freeze": "*embed_tokens*"}),
+    ("all but the last 8 blocks and what follows", {"freeze": "*embed_tokens*,*layers.?.*,*layers.1?.*,*layers.2[0-3].*"}),
+    ("all but norms", {"train_only": "*norm*"}), ("all but the head", {"train_only": "lm_head.weight"}),
+)  # fmt: skip
+
+
+def _frozen_memory() -> str:
+    """The fullest rank of dp 4 without ZeRO and with ZeRO-3: bytes a parameter, and kept bytes a token."""
+    facts, rows = example_model(blocks=32, vocabulary=8192), list[tuple[object, ...]]()
+    for name, fields in FROZEN:
+        cells: list[str] = []
+        for zero in (0, 3):
+            plan = Plan(dp=4, batch=8, seq=128, compute="bf16", zero=zero, **fields)
+            bill = max(memory(plan, facts), key=lambda one: sum(one.held))
+            cells.append(f"{sum(bill.held) / facts.elements:.2f}")
+        rows.append((name, *cells, f"{bill.activations // (2 * 128):,}"))
+    return _markdown(("frozen", "held", "held, ZeRO-3", "kept"), rows)
 
 
 def _zero_order() -> str:

@@ -148,6 +148,8 @@ def _data(
         owns = place["pp"] == parameter.first.owner
         start, stop = sharding.stretch(parameter.name, "grad", rank) or (0, parameter.elements(mesh, rank))
         count, elements = len(others) if owns else 1, stop - start
+        if not elements:  # a share may be empty
+            continue
         for why, receives, size in (("tied gradient", owns, item), ("tied weight", not owns, compute)):
             tied[why, "receive" if receives else "send"].append((count, count * elements * size))
     for (why, operation), counts in tied.items():

@@ -126,6 +126,9 @@ class Buckets:
         self._untouched -= self._views[number].keys()
         self._handles.append(all_reduce(self._buffers[number], self._groups[number], why="gradients", wait=False))
 
+    def done(self, stage: int) -> None:
+        """Buckets wait for `finish`: their sums have an order among themselves, and nothing else comes between."""
+
     def finish(self, stage: int) -> None:
         """Returns when the gradients of `stage` are summed; the stages after it on this rank must be done."""
         for number, of in enumerate(self._stages):

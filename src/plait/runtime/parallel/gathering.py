@@ -11,7 +11,7 @@ section 5.3; Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.3.2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ class Gathering:
         self._slots = {
             slot: torch.zeros(size, dtype=dtype, device=device) for slot, size in slot_sizes(units, kept=kept).items()
         }
+        self.passed: Callable[[Unit], None] = _nobody
+        """Told when backward comes to what a unit gave, before anything is gathered for it."""
         self._shares: dict[Unit, Tensor] = {}
         self._in: dict[Slot, Unit] = {}
         self._arriving: dict[Slot, Handle] = {}
@@ -57,10 +59,14 @@ class Gathering:
         def before(module: nn.Module, args: object) -> None:
             self._need(unit)
 
+        def back(gradient: Tensor) -> None:
+            self.passed(unit)
+            self._need(unit)
+
         def behind(module: nn.Module, args: object, output: object) -> None:
             first = output[0] if isinstance(output, tuple) else output
             if isinstance(first, Tensor) and first.requires_grad:
-                first.register_hook(lambda gradient: self._need(unit))
+                first.register_hook(back)
 
         for module in modules:
             module.register_forward_pre_hook(before)
@@ -130,6 +136,9 @@ class Gathering:
         self._in[slot] = unit
         # As a tensor of its own: autograd is not to take the next unit for a change of this one's weights.
         self._arriving[slot] = gather_shares(self.place(unit).data, self._shares[unit], self._group, why="weights")
+
+
+def _nobody(unit: Unit) -> None: ...
 
 
 def _together(one: Unit, other: Unit) -> bool:

@@ -63,6 +63,10 @@ class GradSink(Protocol):
     final: bool
     """Whether what backward gives now is the last of the step for its stage: each gradient may leave when it is ready."""
 
+    def done(self, stage: int) -> None:
+        """A backward of the stage is over: whatever it has not brought by now it does not bring."""
+        ...
+
     def finish(self, stage: int) -> None:
         """Returns when every gradient of the stage is reduced."""
         ...
@@ -166,12 +170,15 @@ class Pipeline:
             gradient = self._received.pop(key).grad
             assert gradient is not None
             self._gradients[before, m] = gradient
+        if part.weight_gradients is None:
+            self._sink.done(stage)
 
     def _backward_weight(self, stage: int, m: int) -> None:
         owed = self._stages[stage].weight_gradients
         assert owed is not None
         self._sink.final = m == self._final[stage, True]
         owed.settle(m)
+        self._sink.done(stage)
 
     def _send_activation(self, stage: int, m: int) -> None:
         self._post(self._given.pop((stage, m)), stage, self.schedule.after(stage), m, "activation")

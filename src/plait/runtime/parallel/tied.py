@@ -36,6 +36,9 @@ class TiedWeights:
         for number, parameter in enumerate(parameters):
             if not parameter.first.trains:
                 continue
+            # Owner and users share it alike, so that a share that is empty here is empty there.
+            if parameter.name in gradients and not gradients[parameter.name].numel():
+                continue
             owner = parameter.first.owner
             users = dict.fromkeys(place for place in parameter.first.places if place != owner)
             for place, user in enumerate(users):

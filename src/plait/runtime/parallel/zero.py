@@ -75,6 +75,11 @@ class Shares:
         self._held: list[_Held] = []
         for unit in trained:
             self._held.append(self._made(unit, accumulate, device))
+        # How many finish before the place of each unit.
+        self._before: dict[Unit, int] = {}
+        for unit in units:
+            earlier = trained[: sum(other.trains for other in units[: units.index(unit)])]
+            self._before[unit] = sum((other.stage, other.place) != (unit.stage, unit.place) for other in earlier)
         self._mine: dict[nn.Parameter, _Held] = {}
         self.gradients: dict[str, Tensor] = {}
         """This rank's stretch of the sum of every gradient, flat."""
@@ -253,6 +258,23 @@ class Shares:
             return
         self._mine[parameter].missing -= 1
         while self._next < len(self._held) and self._held[self._next].missing == 0:
+            self._start()
+
+    # A weight that gets no gradient on one rank makes that rank's unit wait, and the others' sums must not be called at
+    # another place among the gathers of weights: so a unit leaves, ready or not, before the first gather that follows.
+
+    def passed(self, unit: Unit) -> None:
+        """Backward has come to what `unit` gave: those that it finishes earlier get no more in this microbatch."""
+        if self._added or unit.alone or not (self._final or self._each):
+            return
+        while self._next < self._before[unit] and self._held[self._next].unit.stage == unit.stage:
+            self._start()
+
+    def done(self, stage: int) -> None:
+        """A backward of the stage is over."""
+        if not (self._final or self._each):
+            return
+        while self._next < len(self._held) and self._held[self._next].unit.stage == stage:
             self._start()
 
     def _start(self) -> None:

@@ -144,6 +144,7 @@ def _gather_for(
 ) -> None:  # fmt: skip
     """Has every unit gathered when one of its modules runs: those that have its parameters, and the block they are in."""
     place = world.coordinate["pp"]
+    gathering.passed = shares.passed
     for unit, share in shares.stored:
         modules: list[nn.Module] = []
         for number in sharding.parameter(unit.names[0]).first.stages_at(place):
