@@ -231,7 +231,8 @@ def _zero_memory() -> str:
 
 FROZEN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("nothing is frozen", {}), ("the embedding", {"freeze": "*embed_tokens*"}),
-    ("all but the last 8 blocks and what follows", {"freeze": "*embed_tokens*,*layers.?.*,*layers.1?.*,*layers.2[0-3].*"}),
+    ("all but the last 8 blocks and what follows",
+     {"freeze": "*embed_tokens*,*layers.?.*,*layers.1?.*,*layers.2[0-3].*"}),
     ("all but norms", {"train_only": "*norm*"}), ("all but the head", {"train_only": "lm_head.weight"}),
 )  # fmt: skip
 
