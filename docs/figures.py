@@ -213,6 +213,7 @@ def numbers() -> dict[str, str]:
         "zero paper": _zero_paper(),
         "zero order": _zero_order(),
         "precision": _precision(),
+        "frozen memory": _frozen_memory(),
         "tp traffic": _traffic(Plan(**example, tp=2, microbatches=4), "tp"),
         "accumulation": _pipelines_of_one((1, 4, 16)),
         "balance": _balances(),
@@ -259,6 +260,27 @@ def _zero_paper() -> str:
         bytes_ = [2 * one.weights + 2 * one.gradients + 12 * one.state for one in kept]
         rows.append((ranks, *(f"{each / 1e9:.4g}" for each in bytes_)))
     return _markdown(("dp", "none", "ZeRO-1", "ZeRO-2", "ZeRO-3"), rows)
+
+
+FROZEN: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("nothing is frozen", {}), ("the embedding", {"freeze": "*embed_tokens*"}),
+    ("all but the last 8 blocks and what follows",
+     {"freeze": "*embed_tokens*,*layers.?.*,*layers.1?.*,*layers.2[0-3].*"}),
+    ("all but norms", {"train_only": "*norm*"}), ("all but the head", {"train_only": "lm_head.weight"}),
+)  # fmt: skip
+
+
+def _frozen_memory() -> str:
+    """The fullest rank of dp 4 without ZeRO and with ZeRO-3: bytes a parameter, and kept bytes a token."""
+    facts, rows = example_model(blocks=32, vocabulary=8192), list[tuple[object, ...]]()
+    for name, fields in FROZEN:
+        cells: list[str] = []
+        for zero in (0, 3):
+            plan = Plan(dp=4, batch=8, seq=128, compute="bf16", zero=zero, **fields)
+            bill = max(memory(plan, facts), key=lambda one: sum(one.held))
+            cells.append(f"{sum(bill.held) / facts.elements:.2f}")
+        rows.append((name, *cells, f"{bill.activations // (2 * 128):,}"))
+    return _markdown(("frozen", "held", "held, ZeRO-3", "kept"), rows)
 
 
 def _zero_order() -> str:

@@ -33,6 +33,7 @@ from plait.design.schedule import (
 )
 from plait.design.schedule.auto import fits, least_seconds, seconds
 from plait.design.schedule.auto import search as search_alone
+from plait.design.sharding import shard
 from plait.design.table import estimate, memory_limit, settled
 from plait.design.table import table as table_of
 from tests.design.facts import llama
@@ -247,7 +248,7 @@ def planned(**fields: Any) -> Plan:
 
 def test_the_operations_of_the_stages_are_those_that_balance_makes_even() -> None:
     plan = planned(pp=4, microbatches=8, balance="cost")
-    parts = [operations(plan, MODEL, stage) for stage in range(4)]
+    parts = [operations(plan, MODEL, shard(MODEL, plan), stage) for stage in range(4)]
     assert sum(map(sum, parts)) == sum(weights(MODEL, "cost", plan.seq))
     assert all(backward - forward == forward - weight > 0 for forward, backward, weight in parts)
 

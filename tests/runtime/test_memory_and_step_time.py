@@ -50,6 +50,12 @@ LAYOUTS: list[dict[str, Any]] = [
     {"dp": 3, "batch": 9, "zero": 1, "compute": "fp16", "reduce": "fp16"},
     {"dp": 2, "tp": 2, "zero": 2, "compute": "bf16", "accumulate": "bf16", "microbatches": 2},
     {"dp": 2, "pp": 2, "zero": 3, "compute": "fp16", "reduce": "bf16", "microbatches": 3, "schedule": "zb-v"},
+    {"train_only": "lm_head.weight"}, {"train_only": "*norm*", "tp": 2}, {"freeze": "*q_proj*,*down_proj*,lm_head*"},
+    {"freeze": "*embed_tokens*,model.layers.0.*", "recompute": "full", "tp": 2}, {"pp": 2, "train_only": "lm_head.*"},
+    {"dp": 2, "zero": 2, "compute": "bf16", "freeze": "*norm*,model.layers.1.*"},
+    {"dp": 4, "zero": 3, "replicas": 2, "train_only": "model.layers.2.mlp.*"},
+    {"pp": 2, "microbatches": 3, "schedule": "zb-h1", "freeze": "*q_proj*,*down_proj*,model.norm.*"},
+    {"dp": 2, "pp": 2, "zero": 3, "microbatches": 2, "schedule": "zb-v", "freeze": "*embed_tokens*,model.layers.0.*"},
 ]  # fmt: skip
 
 

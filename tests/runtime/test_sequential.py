@@ -14,6 +14,7 @@ from plait.design.cost.traffic import traffic
 from plait.design.errors import PlanError
 from plait.design.plan import Plan
 from plait.design.schedule import RUNS, method
+from plait.design.sharding import shard
 from plait.runtime import sequential
 from plait.runtime.batch import IGNORE, Batch
 from plait.runtime.comm.world import World
@@ -54,10 +55,57 @@ class Logits(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
+class Scale(nn.Module):
+    """So many numbers, or one."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.rand(shape) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+
+class Sometimes(nn.Module):
+    """A row goes through one of two layers: a microbatch may have none for one of them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.these, self.others = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = x.clone()
+        for layer, rows in ((self.these, x[:, 0, 0] > 0), (self.others, x[:, 0, 0] <= 0)) if not x.is_meta else ():
+            if rows.any():
+                found[rows] = layer(x[rows])
+        return found
+
+
 def made(kind: str) -> nn.Sequential:
     """The same module on every rank."""
     torch.manual_seed(3)
+    if kind == "small":
+        # Fewer elements than ranks, in a unit of their own and beside others; shared; sizes that divide by nothing.
+        scale = Scale()
+        return nn.Sequential(
+            nn.Embedding(VOCABULARY, 5), scale, nn.Sequential(nn.Linear(5, 7), Scale()), Scale(1, 1, 1), scale,
+            nn.Linear(7, 7, bias=False), nn.Sequential(nn.LayerNorm(7), nn.Linear(7, VOCABULARY)),
+        )  # fmt: skip
+    if kind == "sometimes":
+        return nn.Sequential(
+            nn.Embedding(VOCABULARY, 6), Sometimes(6), Mix(6, 6), Sometimes(6), nn.Linear(6, VOCABULARY)
+        )  # fmt: skip
     embedding = nn.Embedding(VOCABULARY, 24)
+    if kind == "frozen":
+        net = nn.Sequential(embedding, Mix(24, 24), nn.Linear(24, 24), Mix(24, 24), Scale(), Logits(embedding))
+        for frozen in (net[1].norm.weight, net[2].weight, net[3].into.weight, net[3].into.bias, net[4].by):
+            frozen.requires_grad_(False)
+        return net
+    if kind == "frozen, tied":
+        net = nn.Sequential(embedding, Mix(24, 24), nn.Linear(24, 24), Logits(embedding))
+        embedding.weight.requires_grad_(False)
+        net[1].requires_grad_(False)
+        return net
     if kind == "widths":
         return nn.Sequential(
             embedding, Mix(24, 40), Mix(40, 16), nn.Linear(16, 24), nn.Sequential(nn.ReLU(), nn.Linear(24, 32)),
@@ -132,7 +180,7 @@ def trained(kind: str, changes: dict[str, Any]) -> Any:
         moved = measure.traffic(world, predicted)
         assert {str(row) for row in moved} == {str(row) for row in predicted}
         held = evaluate(run, [rows_of(targets_of(plan, 9), world)])
-        weights = {name: p.tolist() for name, p in run.parameters.items()}
+        weights = {name: p.tolist() for name, p in run.parameters.items()} if plan.zero < 3 else {}
         return {
             "reports": reports, "weights": weights, "held": held.loss, "sample": sample(run, [1, 2, 3], 4, temperature=0)
         }  # fmt: skip
@@ -151,7 +199,7 @@ def assert_equal(nursery: Nursery, kind: str, changes: dict[str, Any]) -> None:
             mine, theirs = torch.tensor(values).double(), torch.tensor(one["weights"][name]).double()
             assert (mine - theirs).abs().max() <= 1e-9 * theirs.abs().max() + 1e-14, name
     found = {name for rank in ranks for name in rank["weights"]}
-    assert found == set(one["weights"])
+    assert found == set(one["weights"]) or Plan(**changes).zero == 3
 
 
 @pytest.mark.parametrize("schedule", [name for name in RUNS if not method(name).searched])
@@ -179,6 +227,50 @@ def test_layouts(nursery: Nursery, layout: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_shared_children_are_tied_weights(nursery: Nursery, kind: str, layout: dict[str, Any]) -> None:
     assert_equal(nursery, kind, layout)
+
+
+@pytest.mark.parametrize("kind", ["twice", "tied", "widths"])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_shared_children_that_are_computed_again(nursery: Nursery, kind: str, zero: int) -> None:
+    """Each has a backward of its own, and the sum over dp waits for all of them."""
+    assert_equal(nursery, kind, {"dp": 2, "microbatches": 2, "recompute": "full", "zero": zero})
+
+
+@pytest.mark.parametrize("kind", ["frozen", "frozen, tied"])
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"dp": 2, "microbatches": 2}, {"pp": 3, "microbatches": 2}, {"pp": 2, "schedule": "zb-h1", "microbatches": 2},
+     {"dp": 2, "zero": 1}, {"dp": 2, "zero": 2, "microbatches": 2}, {"dp": 2, "zero": 3, "pp": 2, "microbatches": 2},
+     {"dp": 2, "zero": 3, "recompute": "full"}],
+    ids=str,
+)  # fmt: skip
+def test_what_wants_no_gradient_is_frozen(nursery: Nursery, kind: str, layout: dict[str, Any]) -> None:
+    assert_equal(nursery, kind, layout)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"dp": 3, "microbatches": 2}, {"dp": 4}, {"dp": 2, "pp": 2}], ids=str)
+def test_p034_parameters_of_fewer_elements_than_ranks(nursery: Nursery, zero: int, layout: dict[str, Any]) -> None:
+    """Some ranks have nothing of them, and some nothing of a whole unit."""
+    plan = plan_of({"zero": zero, "batch": 12, **layout})
+    sharding = shard(sequential.read(made("small"), plan, torch.float32).facts, plan)
+    units = [unit for rank in range(plan.world) for unit in sharding.units(rank)]
+    assert any(unit.elements < plan.dp for unit in units)
+    stretches = [unit.stretch(unit.names[0], plan.dp - 1) for unit in units]
+    assert any(start == stop for start, stop in stretches)
+    assert_equal(nursery, "small", {"zero": zero, "batch": 12, **layout})
+
+
+@pytest.mark.parametrize(
+    "layout", [{"dp": 4}, {"dp": 2, "microbatches": 4}, {"dp": 2, "pp": 2, "microbatches": 2}], ids=str
+)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_p066_layers_that_some_microbatches_and_ranks_do_not_use(
+    nursery: Nursery, zero: int, layout: dict[str, Any]
+) -> None:
+    if zero:
+        layout = layout | {"zero": zero}
+    assert_equal(nursery, "sometimes", layout)
 
 
 def held(changes: dict[str, Any]) -> Any:
@@ -216,12 +308,6 @@ def net(*middle: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Embedding(VOCABULARY, 24), *middle, nn.Linear(24, VOCABULARY))
 
 
-def frozen() -> nn.Sequential:
-    found = net(nn.Linear(24, 24))
-    found[1].bias.requires_grad_(False)
-    return found
-
-
 REFUSED: list[tuple[nn.Sequential, dict[str, Any], str]] = [
     (net(), {"tp": 2}, "tp 2 cuts by a model's tensor plan, and a sequential model has none: set tp 1"),
     (net(), {"pp": 3}, "pp 3 stages need a block each, but the model has 2 blocks: set pp 2 or less"),
@@ -235,7 +321,8 @@ REFUSED: list[tuple[nn.Sequential, dict[str, Any], str]] = [
     (net(nn.Dropout(0.1)), {}, "Child 1 has a Dropout that drops 0.1"),
     (net(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(24, 24))), {"pp": 3},
      r"Child 1 \(Sequential\) changes its input in place, but it is the first of stage 1"),
-    (frozen(), {}, "Child 1 has bias, which wants no gradient"),
+    (net().requires_grad_(False), {}, "The model leaves none of its 3 parameters to train"),
+    (net(), {"freeze": "1.wait"}, "none of the 3 parameters of this model is called so. Did you mean '1.weight'?"),
     (net().to("meta"), {}, "Child 0 has weight on the meta device"),
     (net(), {"balance": "cost"}, "balance cost counts"),
     (net(), {"schedule": "auto"}, "schedule auto is searched for with what a transformer's blocks compute"),

@@ -41,6 +41,11 @@ LAYOUTS: list[dict[str, Any]] = [
     {"dp": 2, "pp": 2, "compute": "bf16", "accumulate": "bf16", "reduce": "fp32", "model": "qwen3-tiny"},
     {"dp": 4, "replicas": 2, "zero": 2, "compute": "fp16", "reduce": "bf16"},
     {"dp": 2, "tp": 2, "zero": 3, "compute": "bf16", "reduce": "bf16", "model": "qwen3-tiny"},
+    {"dp": 2, "tp": 2, "freeze": "*embed_tokens*,model.layers.0.*,*norm*"}, {"tp": 2, "train_only": "lm_head.weight"},
+    {"tp": 2, "train_only": "*norm*", "recompute": "full"},
+    {"dp": 2, "pp": 2, "zero": 1, "train_only": "model.layers.3.*"},
+    {"dp": 2, "tp": 2, "zero": 3, "freeze": "*q_proj*,*down_proj*"}, {"dp": 2, "zero": 3, "train_only": "lm_head.weight"},
+    {"dp": 4, "zero": 3, "replicas": 2, "train_only": "model.layers.2.*"},
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -52,7 +53,9 @@ def pairs(row: dict[str, Any]) -> set[tuple[tuple[str, Any], ...]]:
     return set(combinations(row.items(), 2))
 
 
-def covering(axes: dict[str, tuple[Any, ...]], ranks: int = 8) -> list[dict[str, Any]]:
+def covering(
+    axes: Mapping[str, Sequence[Any]], ranks: int = 8, possible: Callable[[dict[str, Any], int], bool] = possible
+) -> list[dict[str, Any]]:
     """Rows in which every pair of values of two axes occurs that occurs in any."""
     rows = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
     rows = [row for row in rows if possible(row, ranks)]

@@ -101,7 +101,9 @@ class Observer:
     def initial(self) -> None:
         """The weights before the first step."""
         self._recorder.seen = {}
-        for name, weight in self._run.optimizer.weights.items():
+        run = self._run
+        frozen = {name: held for name, held in run.stored.items() if not run.sharding.parameter(name).first.trains}
+        for name, weight in {**run.optimizer.weights, **frozen}.items():
             self._recorder.add("initial weight", weight, name)
 
     def step(self, batch: Batch) -> None:
@@ -128,7 +130,7 @@ class Observer:
         recorder.add("tokens", torch.tensor(report.tokens))
         for quantity, value in (("loss", report.loss), ("norm", report.grad_norm), ("lr", run.optimizer.rate)):
             recorder.add(quantity, torch.tensor(value, dtype=torch.float64))
-        recorder.add("clip", torch.tensor(self._clip(), dtype=torch.float64))
+        recorder.add("clip", torch.tensor(self._clip(report.grad_norm), dtype=torch.float64))
         for name, weight in run.optimizer.weights.items():
             first, second = run.optimizer.moments(name)
             recorder.add("first moment", first, name)
@@ -138,8 +140,11 @@ class Observer:
         for name, held in run.stored.items():
             recorder.add("published weight", held, name)
 
-    def _clip(self) -> float:
-        """The factor by which this rank scaled its gradients, read off its largest element; 1 when all are zero."""
+    def _clip(self, norm: float) -> float:
+        """The factor by which this rank scaled its gradients, read off its largest element; 1 when all are zero, and what
+        the norm makes it where all that the rank holds is frozen."""
+        if not self._run.optimizer.weights:
+            return min(1.0, self._run.plan.clip / (norm + 1e-6)) if self._run.plan.clip else 1.0
         largest, factor = 0.0, 1.0
         for key, before in self.seen.items():
             if key.startswith("gradient|") and before.numel():

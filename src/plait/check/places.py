@@ -24,7 +24,8 @@ from torch import Tensor
 
 from ..design.layout import Box, Layout, balanced
 from ..design.mesh import Mesh
-from ..design.sharding import Parameter, Part, Quantity, Sharding
+from ..design.part import Parameter, Part
+from ..design.sharding import Quantity, Sharding
 
 BYTES = "bytes"
 REPLICAS = "replicas"

@@ -107,7 +107,12 @@ def _steps(
     if disturbed is not None:
         added = disturb(whole, dtype, disturbed, sums=min(types, key=lambda each: -torch.finfo(each).eps))
     computed = dict(whole.named_parameters())
-    masters = {name: p.detach().to(torch.promote_types(dtype, torch.float32)).clone() for name, p in computed.items()}
+    held, masters = torch.promote_types(dtype, torch.float32), {}
+    for name, parameter in computed.items():
+        if plan.trains(model.facts.by_name[name]):
+            masters[name] = parameter.detach().to(held).clone()
+        else:
+            parameter.requires_grad_(False)
     decayed = [value for value in masters.values() if value.dim() > 1]
     others = [value for value in masters.values() if value.dim() <= 1]
     optimizer = torch.optim.AdamW(
@@ -120,7 +125,9 @@ def _steps(
     recorder.attach(watched(whole, names, inside=inside), names)
     if inside and numerics == "wide":
         recorder.attach_factors({name: m for name, m in whole.named_modules() if transposed(m) is not None})
-    yield {Place(0, "initial weight", name).key: value.clone() for name, value in masters.items()}
+    yield {
+        Place(0, "initial weight", name).key: value.detach().clone() for name, value in {**computed, **masters}.items()
+    }
     for step, batch in enumerate(batches):
         recorder.seen = {}
         gradients = {name: torch.zeros_like(value, dtype=types[0]) for name, value in masters.items()}
@@ -130,7 +137,8 @@ def _steps(
             _update(plan, step, masters, gradients, optimizer, recorder)
         with torch.no_grad():
             for name, parameter in computed.items():
-                parameter.copy_(masters[name])
+                if name in masters:
+                    parameter.copy_(masters[name])
                 recorder.add("published weight", parameter, name)
         yield recorder.seen
 

@@ -48,11 +48,11 @@ UPDATED = ("weight", "published weight")
 
 def wide_bounds(record: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, float]:
     """The bound of every place of a step; `before` is the slack of the weights that it begins with, in proportion to
-    which all that is computed with them may be off."""
+    which all that is computed with them may be off. A frozen weight is the same bits."""
     zero = _zero(record, torch.float64)
     relative = RELATIVE + max(map(largest, before.values()), default=0.0)
     return {
-        key: _exact(key, relative * largest(record[key]) + ABSOLUTE + zero[Place.of(0, key).quantity])
+        key: _exact(key, relative * largest(record[key]) + ABSOLUTE + zero[Place.of(0, key).quantity], record)
         for key in _places(record)
     }
 
@@ -90,12 +90,12 @@ class Rounding:
         slack: dict[str, Tensor] = {}
         for key, apart in self._apart.items():
             place, value = Place.of(0, key), self._record[key]
-            if place.quantity in UPDATED:
+            if place.name in slack and place.quantity in UPDATED:
                 apart = apart[slack[place.name] == 0]
             allowance = ALLOWANCE * (2 if value.numel() * DISTURBED < FEW else 1)
             type_allows = max(ALWAYS, torch.finfo(value.dtype).eps) if value.is_floating_point() else 0.0
             within = max(allowance * largest(apart), type_allows * largest(value), zero[place.quantity]) + ABSOLUTE
-            bounds[key] = _exact(key, within)
+            bounds[key] = _exact(key, within, self._record)
             if place.quantity == "clipped gradient":
                 slack[place.name] = torch.where(value.abs() > within, 0.0, torch.inf)
         return bounds, slack
@@ -119,8 +119,10 @@ def _places(record: Mapping[str, Tensor]) -> Iterator[str]:
     return (key for key in record if Place.of(0, key).quantity in WORDS)
 
 
-def _exact(key: str, bound: float) -> float:
-    return 0.0 if Place.of(0, key).quantity in (*EXACT, *GIVEN) else bound
+def _exact(key: str, bound: float, record: Mapping[str, Tensor]) -> float:
+    place = Place.of(0, key)
+    frozen = place.quantity == "published weight" and Place(0, "weight", place.name).key not in record
+    return 0.0 if frozen or place.quantity in (*EXACT, *GIVEN) else bound
 
 
 def disturb(whole: nn.Module, dtype: torch.dtype, seed: int, *, sums: torch.dtype) -> Callable[[Tensor], Tensor]:

@@ -45,6 +45,9 @@ class View:
     def opening(self) -> None:
         plan, facts, weights = self._plan, self._model.facts, self._model.weights
         kind = "random parameters" if weights is None else f"parameters of {weights.said}"
+        trained = sum(fact.elements for fact in facts.parameters if plan.trains(fact))
+        if trained < facts.elements:
+            kind += f", {trained / 1e6:.1f} M of them trained"
         self._console.print(
             f"{plan.model} ({facts.family}, {facts.elements / 1e6:.1f} M {kind}, {facts.blocks} blocks) over "
             f"{counted(plan.world, 'rank')}: {sharding_report.work(plan)}",

@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from .errors import listed, nearest
-from .facts import ModelFacts
+from .facts import ModelFacts, ParameterFact
 from .styles import STYLES
 
 UNIFORM = "uniform"
@@ -79,14 +79,14 @@ def weights(facts: ModelFacts, what: str, seq: int) -> list[int]:
     return found
 
 
-def products(facts: ModelFacts) -> list[int]:
-    """The elements that a token is multiplied by in every block, the head's with the last."""
+def products(facts: ModelFacts, counts: Callable[[ParameterFact], bool] = lambda _: True) -> list[int]:
+    """The elements that a token is multiplied by in every block, the head's with the last; of parameters that count."""
     found = [0] * facts.blocks
     for fact in facts.parameters:
-        if fact.block is not None and fact.tensor != "bias" and len(fact.shape) > 1:
+        if fact.block is not None and counts(fact) and fact.tensor != "bias" and len(fact.shape) > 1:
             stack = len(fact.shape) > 2
             found[fact.block] += facts.experts_per_token * math.prod(fact.shape[1:]) if stack else fact.elements
-    found[-1] += facts.head_weight.elements
+    found[-1] += facts.head_weight.elements * counts(facts.head_weight)
     return found
 
 

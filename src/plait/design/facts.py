@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class ParameterFact:
     that dim is made of, in order (one piece without a name where the tensor is not fused). `reads` names the module's
     input (modules that read one and the same tensor, as q, k and v do, share the name), `decays` says whether weight
     decay applies (matrices: yes; norms and biases: no), `tied` names the further modules that use this very parameter,
-    each with its style, and `tied_blocks` the block of each of those (none given: all after the blocks).
+    each with its style, and `tied_blocks` the block of each of those (none given: all after the blocks). `kind` is
+    "frozen" where the model itself keeps it as it is; a plan may freeze others.
     """
 
     module: str
@@ -46,6 +48,7 @@ class ParameterFact:
     decays: bool
     tied: tuple[tuple[str, str | None], ...] = ()
     tied_blocks: tuple[int, ...] = ()
+    kind: Literal["weight", "frozen"] = "weight"
 
     @property
     def name(self) -> str:

@@ -18,6 +18,7 @@ Bytes: every tensor that some backward needs, once; h hidden, a heads of D, t tp
     stage       2 D e                  cosines and sines of the positions
     embedding   9 where t > 1          the tokens' places among the own rows, and the mask of those that are elsewhere
     recomputed  h e                    the block's input, and nothing else (of attention: nothing but what norms keep)
+    frozen      less: what a norm multiplies by its weight, what linear layers alone read; all where no gradient comes
     head, loss  4 V / t + 18           fp32 exponentials, their sum, the target and its two masks; where the loss is
                 0                      in chunks: logits are made in backward (`at_work` while one chunk is)
 
@@ -39,19 +40,22 @@ from .sharding import Sharding
 from .styles import STYLES
 
 
-def operations(plan: Plan, facts: ModelFacts, stage: int) -> tuple[int, int, int]:
+def operations(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int) -> tuple[int, int, int]:
     """(forward, backward of the input, backward of the weights) of one token on `stage`."""
     start, stop = stage_blocks(plan, facts)[stage]
     each_block = balance.products(facts)
-    products = 2 * sum(each_block[start:stop])
+    products, trained = 2 * sum(each_block[start:stop]), 2 * sum(balance.products(facts, plan.trains)[start:stop])
     each = 2 * balance.attention_width(facts) * (plan.seq + 1)
     attention = each * (stop - start)
     # Backward of the input runs a recomputed forward again; the head is not in it.
     head = 2 * facts.head_weight.elements if stop == facts.blocks else 0
+    reached = [block for block in range(start, stop) if sharding.reaches(stage, block)]
+    back = 2 * sum(each_block[block] for block in reached) + 2 * each * len(reached)
     # In chunks the head's three products are all made when backward begins.
     moved = head if plan.chunks_loss else 0
+    learnt = moved * plan.trains(facts.head_weight)
     again = 0
-    for block in range(start, stop):
+    for block in reached:
         if plan.recomputes(block):
             inside = [fact for fact in facts.parameters if fact.block == block and in_attention(fact)]
             again += each
@@ -59,15 +63,17 @@ def operations(plan: Plan, facts: ModelFacts, stage: int) -> tuple[int, int, int
                 again += 2 * sum(fact.elements for fact in inside if len(fact.shape) == 2)
             else:
                 again += 2 * each_block[block] - (head if block == facts.blocks - 1 else 0)
-    return products - moved + attention, products + 2 * (attention + moved) + again, products - moved
+    return products - moved + attention, back + moved + learnt + again, trained - learnt
 
 
 def kept(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int) -> int:
     """Bytes that one token leaves for backward on each rank of `stage`."""
     item = ELEMENT[plan.compute]
     used = [facts.by_name[held.name] for held in sharding.on_stage(stage)]
-    token = 2 * (facts.hidden // facts.heads) * item if used else 0  # the loss may be a stage without blocks
-    token += sum(block_bytes(plan, facts, block, ours) for block, ours in blocks_of(used))
+    # The loss may be a stage without blocks, and backward need not come to any.
+    turned = any(fact.block is not None and sharding.reaches(stage, fact.block) for fact in used)
+    token = 2 * (facts.hidden // facts.heads) * item * turned
+    token += sum(block_bytes(plan, facts, ours, reached=sharding.reaches(stage, b)) for b, ours in blocks_of(used))
     return token + _of_loss(plan, facts, stage)
 
 
@@ -94,14 +100,17 @@ def replayed(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int, *, s
     most, since = 0, -_of_loss(plan, facts, stage)
     plain = plan.model_copy(update={"recompute": "none", "recompute_every": 1})
     for block, ours in reversed(blocks_of(used)):
-        held = block_bytes(plan, facts, block, ours)
+        reached = sharding.reaches(stage, block)
+        held = block_bytes(plan, facts, ours, reached=reached)
+        if not reached:
+            continue
         if plan.recompute == "full" and plan.recomputes(block):
             # In fp32 the norm's input is the block's, which is kept already.
-            inside = block_bytes(plain, facts, block, ours) - (held if item == WIDE else 0)
+            inside = block_bytes(plain, facts, ours, reached=True) - (held if item == WIDE else 0)
             most = max(most, since + inside + (facts.hidden * item if splits else 0))
         elif plan.recomputes(block):
             first = facts.hidden * (WIDE + 2 * item) + WIDE  # the norm before attention is all that is left by then
-            most = max(most, since + block_bytes(plain, facts, block, ours) - held - (held - first))
+            most = max(most, since + block_bytes(plain, facts, ours, reached=True) - held - (held - first))
         since -= held
         if splits:
             since += deferred(plan, facts, sharding, stage, ours)
@@ -112,19 +121,49 @@ def blocks_of(used: list[ParameterFact]) -> list[tuple[int | None, list[Paramete
     return [(block, list(ours)) for block, ours in groupby(used, lambda fact: fact.block)]
 
 
-def block_bytes(plan: Plan, facts: ModelFacts, block: int | None, ours: list[ParameterFact]) -> int:
-    """What a block leaves, or what comes before or after the blocks."""
-    item, t = ELEMENT[plan.compute], plan.tp
+def block_bytes(plan: Plan, facts: ModelFacts, ours: list[ParameterFact], *, reached: bool) -> int:
+    """What a block leaves, or what comes before or after the blocks; `reached` says whether its input has a gradient."""
+    item, t, block = ELEMENT[plan.compute], plan.tp, ours[0].block
+    if block is None:
+        return _of_an_end(plan, facts, ours, reached=reached)
+    if not reached:
+        return 0
     if plan.recompute == "full" and plan.recomputes(block):
         return facts.hidden * item
     weights = [fact for fact in ours if fact.tensor == "weight"]
-    token = sum(facts.hidden * (WIDE + 2 * item) + WIDE for fact in weights if len(fact.shape) == 1)
-    token += 9 * (t > 1) * sum(fact.style == "embedding_rowwise" for fact in weights)
-    if block is None:
-        return token
+    norms = [fact for fact in weights if len(fact.shape) == 1]
+    token = len(norms) * (facts.hidden * (WIDE + 2 * item) + WIDE)
+    scores = WIDE * facts.heads
     if plan.recomputes(block):
-        return token + _matrices([fact for fact in weights if not in_attention(fact)]) * item // t
-    return token + (_matrices(weights) * item + WIDE * facts.heads) // t
+        scores, weights = 0, [fact for fact in weights if not in_attention(fact)]
+    # What nothing but the gradient of a frozen weight would read.
+    unread = sum(not plan.trains(fact) for fact in norms)
+    by_columns = [fact for fact in weights if _cut_by_columns(fact)]
+    unread += len({fact.reads for fact in by_columns} - {fact.reads for fact in by_columns if plan.trains(fact)})
+    return token - unread * facts.hidden * item + (_matrices(plan, weights) * item + scores) // t
+
+
+def _of_an_end(plan: Plan, facts: ModelFacts, ours: list[ParameterFact], *, reached: bool) -> int:
+    """What is before the blocks leaves, or after them."""
+    item = ELEMENT[plan.compute]
+    weights = [fact for fact in ours if fact.tensor == "weight"]
+    trained = [fact for fact in weights if plan.trains(fact)]
+    token = 9 * (plan.tp > 1) * sum(fact.style == "embedding_rowwise" for fact in trained)
+    norms = [fact for fact in weights if len(fact.shape) == 1]
+    if norms:  # one before the head, whose input it makes
+        reads = plan.trains(facts.head_weight) or plan.chunks_loss
+        token += len(norms) * (facts.hidden * WIDE + WIDE) * reached
+        token += facts.hidden * item * (sum(fact in norms for fact in trained) + reads)
+    return token
+
+
+def _cut_by_columns(fact: ParameterFact) -> bool:
+    return fact.cut is not None and len(fact.shape) == 2 and fact.style in STYLES and STYLES[fact.style].cuts == "out"
+
+
+def _multiply(facts: ModelFacts, block: int) -> list[ParameterFact]:
+    """The matrices of a block, in order."""
+    return [f for f in facts.parameters if f.block == block and f.tensor == "weight" and len(f.shape) == 2]
 
 
 def in_attention(fact: ParameterFact) -> bool:
@@ -145,8 +184,9 @@ def deferred(
             continue
         fact = facts.by_name[held.name]
         used = [module for place, module in held.first.uses if place == stage]
-        # An embedding looks up: only blocks and the head multiply.
-        if fact.tensor != "weight" or len(fact.shape) != 2 or (fact.block is None and facts.head not in used):
+        # An embedding looks up: only blocks and the head multiply. What is frozen is owed nothing.
+        multiplies = fact.tensor == "weight" and len(fact.shape) == 2 and (fact.block is not None or facts.head in used)
+        if not multiplies or not plan.trains(fact):
             continue
         if plan.chunks_loss and facts.head in used:  # its weight's gradient is made with the logits, chunk by chunk
             continue
@@ -167,11 +207,16 @@ def arriving(plan: Plan, facts: ModelFacts, stage: int) -> int:
     stage with the loss gets none: it makes that of the logits in the place of its exponentials."""
     if stage == plan.loss_stage:
         return 0
+    last = (
+        [facts.head_weight] if stage == plan.stages - 1 else _multiply(facts, stage_blocks(plan, facts)[stage][1] - 1)
+    )
+    if not plan.trains(last[-1]):
+        return 0
     width = facts.vocabulary // plan.tp if stage == plan.stages - 1 else facts.hidden
     return width * ELEMENT[plan.compute]
 
 
-def _matrices(weights: list[ParameterFact]) -> int:
+def _matrices(plan: Plan, weights: list[ParameterFact]) -> int:
     """Elements a token that the matrices of one block leave behind: the outputs of those cut by rows, the inputs of those
     cut by columns; and where a gate multiplies, its activation's output."""
     found = 0
@@ -179,7 +224,9 @@ def _matrices(weights: list[ParameterFact]) -> int:
     for fact in weights:
         if fact.cut is None or len(fact.shape) != 2 or fact.style not in STYLES:
             continue
-        found += fact.shape[fact.cut]
+        # Attention keeps what its way out reads; what that of the MLP reads is its weight's gradient's alone.
+        if STYLES[fact.style].cuts == "out" or in_attention(fact) or plan.trains(fact):
+            found += fact.shape[fact.cut]
         if STYLES[fact.style].cuts == "out":
             # Gate and up, apart or in one tensor.
             fused = [piece.length for piece in fact.pieces] if len(fact.pieces) == 2 else [fact.shape[fact.cut]]

@@ -14,8 +14,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from . import balance as dealing
+from . import frozen
 from .errors import PlanError, listed, nearest
-from .facts import ModelFacts
+from .facts import ModelFacts, ParameterFact
 from .layout import balanced
 from .mesh import AXES, Mesh
 from .schedule import RUNS, make, method, placement_with_loss
@@ -93,6 +94,10 @@ class Plan(BaseModel):
         ge=1,
         description="In how many parts, one after the other, a microbatch's logits are made and let go; 1: all at once.",
     )
+    freeze: str = Field(
+        "", description="Parameters that are not trained: patterns of names, 'model.embed_tokens.*,*norm*' say."
+    )
+    train_only: str = Field("", description="The only parameters that are trained, likewise; what freeze names is not.")
     batch: int = Field(8, ge=1, description="Rows in one step, over all ranks.")
     seq: int = Field(128, ge=1, description="Tokens in a row.")
     steps: int = Field(50, ge=1, description="Optimizer steps; the data starts over in a new order when it ends.")
@@ -259,6 +264,10 @@ class Plan(BaseModel):
     def recomputes(self, block: int | None) -> bool:
         """Whether backward computes a block (or its attention) again."""
         return self.recompute != "none" and block is not None and block % self.recompute_every == 0
+
+    def trains(self, fact: ParameterFact) -> bool:
+        """Whether a parameter is trained, and not frozen."""
+        return frozen.trains(self.freeze, self.train_only, fact)
 
     @property
     def chunks_loss(self) -> bool:

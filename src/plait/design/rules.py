@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from . import balance as dealing
+from . import frozen
 from .errors import PlanError, divisors, listed
 from .facts import ModelFacts
 from .plan import Plan
@@ -142,6 +143,10 @@ def shares_are_of_several(plan: Plan, facts: ModelFacts) -> str | None:
     return None
 
 
+def something_trains(plan: Plan, facts: ModelFacts) -> str | None:
+    return frozen.refusal(plan.freeze, plan.train_only, facts)
+
+
 def recomputation_has_something(plan: Plan, facts: ModelFacts) -> str | None:
     if plan.recompute == "none" and plan.recompute_every > 1:
         return f"recompute_every {plan.recompute_every} chooses blocks, but recompute is none: set recompute full."
@@ -228,9 +233,9 @@ def evaluation_is_asked_for(plan: Plan, facts: ModelFacts) -> str | None:
 
 RULES: tuple[Rule, ...] = (
     degrees_make_the_ranks, schedule_is_known, limit_is_for_a_search, batch_divides, blocks_fill_stages,
-    blocks_are_dealt, tensors_divide, shares_are_of_several, recomputation_has_something, loss_is_in_chunks,
-    sums_keep_what_they_add, scale_is_for_fp16, sequence_fits, warm_up_ends, own_attention_drops_nothing,
-    evaluation_is_asked_for,
+    blocks_are_dealt, tensors_divide, shares_are_of_several, something_trains, recomputation_has_something,
+    loss_is_in_chunks, sums_keep_what_they_add, scale_is_for_fp16, sequence_fits, warm_up_ends,
+    own_attention_drops_nothing, evaluation_is_asked_for,
 )  # fmt: skip
 
 

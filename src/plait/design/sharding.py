@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from .facts import ModelFacts, ParameterFact, Piece
-from .layout import Box, Cut, Layout, elements
+from .layout import Cut, Layout, elements
 from .mesh import Mesh
+from .part import Parameter, Part
 from .plan import Plan, stage_blocks
 from .records import Holding
 from .schedule import BACKWARDS, Action, Kind
@@ -36,109 +37,6 @@ ZERO: dict[int, frozenset[Quantity]] = {
 }
 """What each stage of ZeRO cuts over dp: the sum of the gradient that a rank gets, what it updates, and with ZeRO-3 the
 weights too. ZeRO-2 differs from ZeRO-1 in what it keeps before the sum: no more gradients than are on their way to it."""
-
-REGION_AXES = {"full": ("dp",), "heads": ("dp", "tp")}
-"""Which axes cut the *work* of a module, by the region it works in. dp cuts the batch everywhere; a module that works
-on a shard of the tokens or of the heads adds the axis that cuts those."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """A piece of one parameter: `start` is where it begins in the parameter's dim `dim`. `uses` are (stage, module)
-    pairs, the owner's first, more than one for tied weights; `places` says where each use is on the pp axis; `compute` is
-    the layout in which it is used."""
-
-    name: str
-    parameter: str
-    dim: int
-    start: int
-    uses: tuple[tuple[int, str], ...]
-    places: tuple[int, ...]
-    region: str
-    decays: bool
-    block: int | None
-    compute: Layout
-
-    @property
-    def owner(self) -> int:
-        """The place on the pp axis that counts it, keeps its state and updates it."""
-        return self.places[0]
-
-    def stages_at(self, place: int) -> tuple[int, ...]:
-        """The stages that use it at a place of the pp axis, each once, ascending."""
-        here = {stage for (stage, _), where in zip(self.uses, self.places, strict=True) if where == place}
-        return tuple(sorted(here))
-
-    @property
-    def summed_over(self) -> tuple[str, ...]:
-        """The axes over which its gradient is summed: those that cut the work where it is used and do not cut it."""
-        return tuple(axis for axis in REGION_AXES[self.region] if axis not in self.compute.cut_axes)
-
-    # What a rank keeps, sums and updates, if its place is the owner's. ZeRO cuts it further, over the dp ranks that would
-    # hold copies: see Sharding.stretch.
-    @property
-    def stored(self) -> Layout:
-        return self._owned
-
-    @property
-    def grad(self) -> Layout:
-        return self._owned
-
-    @property
-    def state(self) -> Layout:
-        return self._owned
-
-    @cached_property
-    def _owned(self) -> Layout:
-        return replace(self.compute, places=(self.owner,))
-
-    def within(self, box: Box) -> Box:
-        """A box of this part in the indices of its parameter."""
-        start, stop = box[self.dim] if box else (0, 0)
-        return tuple(
-            (start + self.start, stop + self.start) if dim == self.dim else side for dim, side in enumerate(box)
-        )
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """The parts of one parameter, in order. What a rank holds of them stands side by side in one tensor."""
-
-    name: str
-    parts: tuple[Part, ...]
-
-    @property
-    def first(self) -> Part:
-        """Where they are used, what they are summed over and whether they decay is the same for all parts."""
-        return self.parts[0]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The whole parameter's."""
-        dim = self.first.dim
-        whole = list(self.first.compute.shape)
-        if whole:
-            whole[dim] = sum(part.compute.shape[dim] for part in self.parts)
-        return tuple(whole)
-
-    def boxes(self, mesh: Mesh, rank: int) -> tuple[Box, ...]:
-        """What `rank` computes with, part by part, in the parameter's indices; empty where it holds none."""
-        found = [(part, part.compute.box(mesh, rank)) for part in self.parts]
-        return tuple(part.within(box) for part, box in found if box is not None)
-
-    def spans(self, mesh: Mesh, rank: int) -> tuple[tuple[int, int], ...]:
-        """The same along the dim of the parts: (start, stop) in the whole parameter."""
-        return tuple(box[self.first.dim] for box in self.boxes(mesh, rank))
-
-    def elements(self, mesh: Mesh, rank: int) -> int:
-        return sum(elements(box) for box in self.boxes(mesh, rank))
-
-    def local_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
-        """Of the tensor that `rank` computes with."""
-        shape = list(self.shape)
-        if shape:
-            shape[self.first.dim] = sum(stop - start for start, stop in self.spans(mesh, rank))
-        return tuple(shape)
 
 
 @dataclass(frozen=True)
@@ -179,23 +77,47 @@ class Sharding:
         """What a place on the pp axis holds: the parameters of its stages, each once."""
         return tuple(p for p in self.parameters if place in p.first.places)
 
+    def trained_at(self, place: int) -> tuple[Parameter, ...]:
+        """Those of them that are trained."""
+        return tuple(p for p in self.at(place) if p.first.trains)
+
     @cached_property
     def _units(self) -> dict[int, tuple[Unit, ...]]:
         return {}
 
     def units(self, rank: int) -> tuple[Unit, ...]:
         """The units of a rank in the order in which backward finishes them: the last stage first, and in it what is used
-        last; one that several stages use with the first of them."""
+        last; one that several stages use with the first of them. What is frozen is in units where weights are cut."""
         if rank not in self._units:
-            self._units[rank] = tuple(_units(self, rank))
+            found = _units(self, rank)
+            self._units[rank] = tuple(unit for unit in found if unit.trains or "stored" in ZERO[self.zero])
         return self._units[rank]
+
+    def trained_units(self, rank: int) -> tuple[Unit, ...]:
+        """Those of them that have gradients."""
+        return tuple(unit for unit in self.units(rank) if unit.trains)
 
     def unit_of(self, name: str, rank: int) -> Unit:
         return next(unit for unit in self.units(rank) if name in unit.spans)
 
+    @cached_property
+    def _ends(self) -> float:
+        """The block of the first stage at whose input backward ends: -1 where something before the blocks trains."""
+        first = next((n for n, one in enumerate(self.parameters) if one.first.block is not None), 0)
+        trained = [(n, one.first) for n, one in enumerate(self.parameters) if one.first.trains]
+        blocks = (math.inf if part.block is None else part.block for n, part in trained if n >= first)
+        return -1 if any(n < first for n, _ in trained) else min(blocks, default=math.inf)
+
+    def reaches(self, stage: int, block: int | None) -> bool:
+        """Whether the gradient of what comes before a block (None: before what is after the blocks) is computed. It is on
+        every stage but the first, which sends it on; there backward ends at the first block that trains anything."""
+        return stage > 0 or (self._ends < math.inf if block is None else self._ends <= block)
+
     def stretch(self, name: str, quantity: Quantity, rank: int) -> tuple[int, int] | None:
-        """Which elements of its slice of a parameter `rank` has of a quantity: (start, stop), or None for all of them."""
-        if quantity not in ZERO[self.zero]:
+        """Which elements of its slice of a parameter `rank` has of a quantity: (start, stop), or None for all of them.
+        What is frozen is cut where weights are."""
+        cuts = ZERO[self.zero]
+        if not (quantity in cuts if self.parameter(name).first.trains else "stored" in cuts):
             return None
         return self.unit_of(name, rank).stretch(name, self.mesh.index(rank, "shard"))
 
@@ -203,6 +125,8 @@ class Sharding:
         """The stretches of a parameter's gradient on `rank` that count in the norm, flat, in what it has of the sum: each
         element of the model counts on one rank."""
         parameter, mesh = self.parameter(name), self.mesh
+        if not parameter.first.trains:
+            return []
         # Ranks that share count what they have, and of copies of a share the first.
         first = rank
         if self.zero:
@@ -279,6 +203,7 @@ def shard(facts: ModelFacts, plan: Plan) -> Sharding:
                 decays=fact.decays,
                 block=fact.block,
                 compute=_layout(fact, piece, tuple(dict.fromkeys(places)), plan.tp),
+                kind="weight" if plan.trains(fact) else "frozen",
             )
             parts.append(part)
             start += piece.length
@@ -307,7 +232,7 @@ def _units(sharding: Sharding, rank: int) -> list[Unit]:
     mesh = sharding.mesh
     place = mesh.coordinate(rank)["pp"]
     blocks = [number for number, one in enumerate(sharding.parameters) if one.first.block is not None]
-    groups: dict[tuple[int, str, tuple[str, ...]], list[Parameter]] = {}
+    groups: dict[tuple[int, str, tuple[str, ...]], list[int]] = {}
     for number, one in enumerate(sharding.parameters):
         if place not in one.first.places:
             continue
@@ -317,19 +242,32 @@ def _units(sharding: Sharding, rank: int) -> list[Unit]:
             name = f"block {one.first.block}"
         else:
             name = BEFORE if not blocks or number < blocks[0] else AFTER
-        groups.setdefault((one.first.stages_at(place)[0], name, one.first.summed_over), []).append(one)
-    found = [
-        Unit(
-            name if axes == ("dp",) else f"{name}, {'.'.join(axes)}", stage, held[0].first.block,
-            tuple(one.name for one in held), tuple(one.elements(mesh, rank) for one in held), mesh.degree("shard"),
-            rest=(*(["replica"] if mesh.replicas > 1 else []), *(axis for axis in axes if axis != "dp")),
-            in_backward=name != BEFORE or not all(one.first.decays for one in held),
-            alone=len(held[0].first.uses) > 1,
-        )
-        for (stage, name, axes), held in groups.items()
-    ]  # fmt: skip
+        groups.setdefault((one.first.stages_at(place)[0], name, one.first.summed_over), []).append(number)
+    found = []
+    for (stage, name, axes), numbers in groups.items():
+        held = [sharding.parameters[number] for number in numbers]
+        found.append(
+            Unit(
+                name, stage, held[0].first.block, tuple(one.name for one in held),
+                tuple(one.elements(mesh, rank) for one in held), mesh.degree("shard"),
+                rest=(*(["replica"] if axes and mesh.replicas > 1 else []), *(axis for axis in axes if axis != "dp")),
+                in_backward=_in_backward(sharding, stage, name, numbers), alone=len(held[0].first.uses) > 1,
+                trains=bool(axes),
+            )
+        )  # fmt: skip
     found.reverse()
     return sorted(found, key=lambda unit: -unit.stage)
+
+
+def _in_backward(sharding: Sharding, stage: int, place: str, numbers: Sequence[int]) -> bool:
+    """Whether backward reads any of the parameters of these numbers, which stand at one place of a stage."""
+    held = [sharding.parameters[number].first for number in numbers]
+    if place == BEFORE:
+        return sharding.reaches(stage, -1) and not all(part.decays for part in held)
+    if place == AFTER:
+        before = sharding.parameters[: numbers[-1] + 1]
+        return sharding.reaches(stage, None) or any(one.first.trains for one in before)
+    return len(held[0].uses) > 1 or sharding.reaches(stage, held[0].block)
 
 
 def needed(sharding: Sharding, rank: int, row: Iterable[Action]) -> Iterator[Unit]:

@@ -87,7 +87,7 @@ def estimate(plan: Plan, facts: ModelFacts) -> Times:
     it takes is the machine's, and a plan knows none."""
     sharding, stages = shard(facts, plan), range(plan.stages)
     tokens = plan.microbatch_rows[0] * plan.seq
-    forward, backward, weight = zip(*(operations(plan, facts, stage) for stage in stages), strict=True)
+    forward, backward, weight = zip(*(operations(plan, facts, sharding, stage) for stage in stages), strict=True)
     return Times(
         tuple(tokens * count for count in forward),
         tuple(tokens * count for count in backward),

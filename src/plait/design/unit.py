@@ -26,11 +26,12 @@ BEFORE, AFTER = "before the blocks", "after the blocks"
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters of one stage, with the elements that a rank computes with; `shares` ranks share them. `rest` are the
-    axes over which the gradients of a share are summed besides; `in_backward` says whether backward reads the weights
-    (an embedding's not), `alone` whether several places use it."""
+    """Parameters of one stage that stand at one `place`, with the elements that a rank computes with; `shares` ranks
+    share them. `rest` are the axes over which the gradients of a share are summed besides; `in_backward` says whether
+    backward reads the weights (an embedding's not), `alone` whether several places use it, `trains` whether they have
+    gradients: what is frozen is a unit by itself."""
 
-    name: str
+    place: str
     stage: int
     block: int | None
     names: tuple[str, ...]
@@ -39,6 +40,12 @@ class Unit:
     rest: tuple[str, ...] = ()
     in_backward: bool = True
     alone: bool = False
+    trains: bool = True
+
+    @property
+    def name(self) -> str:
+        axes = ".".join(axis for axis in self.rest if axis != "replica")
+        return f"{self.place}{f', dp.{axes}' if axes else ''}{'' if self.trains else ', frozen'}"
 
     @property
     def elements(self) -> int:
@@ -69,7 +76,8 @@ class Unit:
         """Where it stands while it is whole: by itself if it is kept until the step ends."""
         if kept or self.alone:
             return self.name
-        return ("blocks", self.block % 2, self.rest) if self.block is not None else ("ends", self.rest)
+        where = ("blocks", self.block % 2) if self.block is not None else ("ends",)
+        return (*where, self.rest, self.trains)
 
 
 def gathers(sequence: Iterable[Unit], *, kept: bool) -> list[Unit]:

@@ -37,7 +37,7 @@ def _types(plan: Plan) -> str:
 
 
 def layout(plan: Plan) -> str:
-    """'pp 2 x dp 2 x tp 2, ZeRO-3, 1f1b, recompute full, 3 microbatches'."""
+    """'pp 2 x dp 2 x tp 2, ZeRO-3, 1f1b, recompute full, freeze *norm*, 3 microbatches'."""
     words = [str(plan.mesh)]
     if plan.zero:
         words.append(f"ZeRO-{plan.zero}" + (f" in {plan.replicas} replicas" if plan.replicas > 1 else ""))
@@ -47,6 +47,9 @@ def layout(plan: Plan) -> str:
         words.append(f"recompute {plan.recompute}{every}")
     if plan.chunks_loss:
         words.append(f"the loss in {plan.loss_chunks} chunks")
+    words += [
+        f"{field} {named}" for field, named in (("freeze", plan.freeze), ("train_only", plan.train_only)) if named
+    ]
     return ", ".join([*words, counted(plan.microbatches, "microbatch")])
 
 

@@ -5,9 +5,10 @@
     stage        0             0         1         1
 
 It starts from the weights that the module was given with: a stage copies those of its children, so every layout starts
-from the same bits. A child that stands in the list twice, or a parameter that two children have, is a tied weight. Widths
-are found by one forward on the meta device. Children see tokens and hidden states only: rows are given as they are, and
-what a token may look at is the module's own affair. There is no tensor plan, so no tp.
+from the same bits. A child that stands in the list twice, or a parameter that two children have, is a tied weight; one
+that wants no gradient is frozen. Widths are found by one forward on the meta device. Children see tokens and hidden
+states only: rows are given as they are, and what a token may look at is the module's own affair. There is no tensor plan,
+so no tp.
 """
 
 from __future__ import annotations
@@ -85,8 +86,6 @@ def _refuse_children(children: list[nn.Module]) -> None:
                     f"Child {number} has a {kind} that drops {share} in an order that depends on the layout: set it to 0."
                 )
         for name, parameter in child.named_parameters():
-            if not parameter.requires_grad:
-                raise PlanError(f"Child {number} has {name}, which wants no gradient: plait trains all parameters.")
             if parameter.device.type == "meta":
                 raise PlanError(f"Child {number} has {name} on the meta device, without a weight to start from.")
 
@@ -107,6 +106,7 @@ def _parameters(children: list[nn.Module]) -> list[ParameterFact]:
                 found[id(parameter)] = ParameterFact(
                     module=inner, tensor=tensor, shape=shape, block=number, after_blocks=False, style=None, cut=None,
                     pieces=(Piece("", shape[0] if shape else 1),), reads=f"{inner} input", decays=len(shape) > 1,
+                    kind="weight" if parameter.requires_grad else "frozen",
                 )  # fmt: skip
     return list(found.values())
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...design.mesh import Mesh
-from ...design.sharding import Parameter
+from ...design.part import Parameter
 from ...runtime.hf import stage_model
 from ...runtime.hf.stage_model import StageModel
 from ...runtime.parallel.data import Buckets

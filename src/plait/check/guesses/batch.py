@@ -25,6 +25,10 @@ def nothing_there(e: Evidence) -> str | None:
         return "no rank has it"
     for rank in e.departure.ranks:
         held = e.held.get(rank)
+        if held is None and e.place.quantity == "gradient":
+            return f"rank {rank} has none: it is trained, and taken for frozen"
+        if held is None and e.place.quantity.endswith("gradient"):
+            return f"none came to rank {rank}: backward ends before it"
         if held is None:
             return f"rank {rank} never ran it, though it ran what comes before"
         own = e.own(e.whole, rank)

@@ -112,10 +112,15 @@ def _partly(e: Evidence, before: Tensor, rank: int) -> bool:
 
 def decay(e: Evidence) -> str | None:
     """The difference is the weight decay itself."""
-    before, lr = (e.before("weight"), e.beside("lr")) if e.place.quantity == "weight" else (None, None)
+    if e.place.quantity not in ("weight", "published weight"):
+        return None
+    before, lr = e.before(e.place.quantity), e.beside("lr")
     if before is None or lr is None:
         return None
     step = float(lr) * e.plan.weight_decay * before
+    if not e.sharding.parameter(e.place.name).first.trains:
+        decayed = e.is_whole(before - step)
+        return "it is frozen, and decayed: the difference is lr x weight_decay x weight" if decayed else None
     for sign, words in ((-1, "decayed, and its kind is not to be"), (1, "not decayed, and its kind is to be")):
         if e.is_whole(e.whole + sign * step):
             return f"it is {words}: the difference is lr x weight_decay x weight"

@@ -14,13 +14,15 @@ With ZeRO on d dp ranks a unit of u elements, padded to d equal shares, has
     units            ZeRO-3: the slots of whole units (design/unit.py); pieces of gradients: two of the largest unit,
                      and two more in which they leave where their sums are in another type
 
+What is frozen is weights and nothing else, whole with ZeRO-1 and -2, with ZeRO-3 in units of its own.
+
 These equal what a run holds, to the byte; with the paper's types (`kept_of`) they are its table 1. Activations are what
 each token leaves behind (`per_token.kept`), times the tokens of each microbatch, added up as the schedule has them alive
 on the rank. Where backward is split, `deferred` lives on until the backward of the weights, and the gradient that a
 stage gets (`arriving`) is kept while all its activations still are; so is, where the loss is in chunks, the chunk of
-logits `at_work`. By how much the fullest moment of a step goes beyond that is peak.py's, which knows neither a loss in
-chunks nor gradients in another type than fp32. Left out: the masks of packed documents, the batch itself, what a kernel
-needs while it runs, what an allocator rounds up, and the process (interpreter, libraries, CUDA's context).
+logits `at_work`. By how much the fullest moment of a step goes beyond that is peak.py's, which knows no loss in chunks,
+no frozen weights, and no gradients in another type than fp32. Left out: the masks of packed documents, the batch itself,
+what a kernel needs while it runs, what an allocator rounds up, and the process (interpreter, libraries, CUDA's context).
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ def _steps(plan: Plan, facts: ModelFacts, sharding: Sharding) -> list[tuple[int,
     found: list[tuple[int, int | None]] = []
     for place in range(plan.pp):
         kept_ = _kept(plan, facts, sharding, schedule, place)
-        if plan.chunks_loss or {plan.accumulates, plan.reduces} != {"fp32"}:
+        all_train = all(one.first.trains for one in sharding.parameters)
+        if plan.chunks_loss or not all_train or {plan.accumulates, plan.reduces} != {"fp32"}:
             found.append((kept_, None))
             continue
         tied = [one for one in sharding.at(place) if one.first.owner == place and len(set(one.first.places)) > 1]
@@ -106,17 +109,19 @@ def _bill(plan: Plan, sharding: Sharding, rank: int, activations: int, working: 
     item, gradient = ELEMENT[plan.compute], ELEMENT[plan.accumulates]
     # A tied weight is used on both ends, and so is its bucket; its owner alone keeps state and master weight.
     used = sum(one.elements(sharding.mesh, rank) for one in held)
-    owned = [one for one in held if one.first.owner == place]
+    trained = sum(one.elements(sharding.mesh, rank) for one in held if one.first.trains)
+    owned = [one for one in held if one.first.owner == place and one.first.trains]
     state = sum(one.elements(sharding.mesh, rank) for one in owned)
-    weights, gradients = used * item, used * gradient
-    units = used * ELEMENT[plan.reduces] if plan.reduces != plan.accumulates else 0
+    weights, gradients = used * item, trained * gradient
+    units = trained * ELEMENT[plan.reduces] if plan.reduces != plan.accumulates else 0
     if sharding.zero:
         ours, index = sharding.units(rank), sharding.mesh.index(rank, "shard")
         zero = plan.zero if plan.reduces_each_microbatch else min(plan.zero, 1)
-        weights = kept_of(ours, plan.zero, index).weights * item
-        gradients = kept_of(ours, zero, index).gradients * gradient
-        state = kept_of(ours, plan.zero, index, {one.name for one in owned}).state
-        gradients += sum(slot_sizes(ours, kept=False).values()) * gradient * plan.reduces_each_microbatch
+        learn = [unit for unit in ours if unit.trains]
+        weights = (kept_of(ours, plan.zero, index).weights + (used - trained) * (plan.zero < 3)) * item
+        gradients = kept_of(learn, zero, index).gradients * gradient
+        state = kept_of(learn, plan.zero, index, {one.name for one in owned}).state
+        gradients += sum(slot_sizes(learn, kept=False).values()) * gradient * plan.reduces_each_microbatch
         units = _on_their_way(plan, ours, item)
     return MemoryBill(
         rank=rank,
@@ -150,7 +155,7 @@ def kept_of(units: Sequence[Unit], zero: int, index: int = 0, owned: Collection[
 
 def _on_their_way(plan: Plan, units: Sequence[Unit], item: int) -> int:
     """Bytes of what ZeRO moves units through: pieces of gradients, and with ZeRO-3 whole weights."""
-    leaves = plan.reduces != plan.accumulates
-    pieces = min(IN_FLIGHT, len(units)) * max(unit.padded for unit in units) * ELEMENT[plan.reduces] * (1 + leaves)
+    leaves, sizes = plan.reduces != plan.accumulates, [unit.padded for unit in units if unit.trains]
+    pieces = min(IN_FLIGHT, len(sizes)) * max(sizes, default=0) * ELEMENT[plan.reduces] * (1 + leaves)
     slots = slot_sizes(units, kept=plan.keeps_gathered) if plan.zero >= 3 else {}
     return pieces + sum(slots.values()) * item

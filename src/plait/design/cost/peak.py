@@ -80,7 +80,7 @@ def _forward(plan: Plan, facts: ModelFacts, used: list[ParameterFact], stage: in
     for block, ours in reversed(blocks_of(used)):
         if plan.recompute == "full" and plan.recomputes(block):
             most = max(most, 3 * _inside(plan, ours)[0] * item + 2 * hidden - later)
-        later += block_bytes(plan, facts, block, ours)
+        later += block_bytes(plan, facts, ours, reached=True)
     return most * tokens
 
 
@@ -103,7 +103,7 @@ def _backward(
         since = hidden - (WIDE * row + 18 * tokens) * (stage == plan.loss_stage)
     plain = plan.model_copy(update={"recompute": "none", "recompute_every": 1})
     for block, ours in reversed(blocks_of(used)):
-        held = block_bytes(plan, facts, block, ours) * tokens
+        held = block_bytes(plan, facts, ours, reached=True) * tokens
         if block is None:
             looked_up = [fact for fact in ours if stage == 0 and not fact.after_blocks and len(fact.shape) == 2]
             most = max([most, *(since + gradient(fact) for fact in looked_up)])
@@ -115,7 +115,7 @@ def _backward(
             work = max(work, NORM * WIDE * facts.hidden * tokens - inside * (1 if splits else 2 + 2 * gated))
             if plan.recompute == "full" and plan.recomputes(block):
                 # What the block gave is there again; in fp32 what its norm reads is what was kept.
-                work += block_bytes(plain, facts, block, ours) * tokens - (held if item == WIDE else 0) + hidden
+                work += block_bytes(plain, facts, ours, reached=True) * tokens - (held if item == WIDE else 0) + hidden
             most = max(most, since + work)
         since -= held
         if splits:

@@ -62,15 +62,16 @@ def _tensor(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, comput
     inputs = outputs = experts = 0
     for stage in sharding.stages_at(place):
         read: set[str] = set()
-        for module, reads in _modules(facts, sharding, stage):
+        for module, reads, reached in _modules(facts, sharding, stage):
             name = facts.styles[module]
             if name is None:
                 continue
             row = style(name, module)
-            if row.enter == "copy":
+            if row.enter == "copy" and reached:
                 read.add(reads)  # q, k and v read one input: its gradient is summed once
-            outputs += (row.leave == "sum") * (1 + _recomputed(plan, facts, module))
-            experts += row.cuts == "both"
+            again = reached and _recomputed(plan, facts, module)
+            outputs += (row.leave == "sum") * (1 + again)
+            experts += reached and row.cuts == "both"
         inputs += len(read)
     m = plan.microbatches
 
@@ -109,15 +110,21 @@ def _recomputed(plan: Plan, facts: ModelFacts, module: str) -> bool:
     )
 
 
-def _modules(facts: ModelFacts, sharding: Sharding, stage: int) -> Iterator[tuple[str, str]]:
-    """Every module of a stage that has parameters, once, with the name of what it reads; a tied weight on either end."""
+def _modules(facts: ModelFacts, sharding: Sharding, stage: int) -> Iterator[tuple[str, str, bool]]:
+    """Every module of a stage that has parameters, once, with the name of what it reads, and whether that has a gradient;
+    a tied weight on either end."""
     seen: set[str] = set()
     for parameter in sharding.on_stage(stage):
         fact = facts.by_name[parameter.name]
         for place, module in parameter.first.uses:
-            if place == stage and module not in seen:
-                seen.add(module)
-                yield module, fact.reads if module == fact.module else module
+            if place != stage or module in seen:
+                continue
+            seen.add(module)
+            reached = sharding.reaches(stage, fact.block)
+            if module == facts.head:  # after the last norm
+                others = (one for one in sharding.parameters if one.first.trains and one.name != parameter.name)
+                reached = stage > 0 or any(module not in (use for _, use in one.first.uses) for one in others)
+            yield module, fact.reads if module == fact.module else module, reached
 
 
 def _data(
@@ -125,7 +132,7 @@ def _data(
 ) -> Iterator[Traffic]:  # fmt: skip
     """Gradients summed over whatever cuts the work; then, of a tied weight, over the stages that use it."""
     mesh, place = plan.mesh, plan.mesh.coordinate(rank)
-    parameters = sharding.at(place["pp"])
+    parameters = sharding.trained_at(place["pp"])
     if sharding.zero:
         yield from _shares(plan, sharding, schedule, rank, compute, reduce)
     calls: dict[tuple[str, ...], list[int]] = {}
@@ -143,6 +150,8 @@ def _data(
         owns = place["pp"] == parameter.first.owner
         start, stop = sharding.stretch(parameter.name, "grad", rank) or (0, parameter.elements(mesh, rank))
         count, elements = len(others) if owns else 1, stop - start
+        if not elements:  # a share may be empty
+            continue
         for why, receives, size in (("tied gradient", owns, accumulate), ("tied weight", not owns, compute)):
             tied[why, "receive" if receives else "send"].append((count, count * elements * size))
     for (why, operation), counts in tied.items():
@@ -154,18 +163,20 @@ def _shares(
 ) -> Iterator[Traffic]:  # fmt: skip
     """What ZeRO moves: the sums of gradients, each rank's share to it; the updated shares to everyone, or with ZeRO-3
     those of every unit that a forward or backward of `schedule` needs and has not got."""
-    units = sharding.units(rank)
+    units = sharding.trained_units(rank)
     axis, shares = ("dp" if plan.replicas == 1 else "shard"), plan.mesh.degree("shard")
     each = plan.microbatches if plan.reduces_each_microbatch else 1
     scattered = each * item * sum(unit.padded for unit in units)
-    yield Traffic(rank, axis, "gradients", "reduce_scatter", shares, each * len(units), scattered)
+    if units:
+        yield Traffic(rank, axis, "gradients", "reduce_scatter", shares, each * len(units), scattered)
     for rest in dict.fromkeys(unit.rest for unit in units if unit.rest):
         summed = [unit.share for unit in units if unit.rest == rest]
         ranks = plan.mesh.degree(*rest)
         yield Traffic(rank, ".".join(rest), "gradients", "all_reduce", ranks, len(summed), item * sum(summed))
-    moved = list(units)
+    moved = list(units)  # what is frozen is whole where no weights are cut
     if schedule is not None:
         row = schedule.rows[plan.mesh.coordinate(rank)["pp"]]
         moved = gathers(needed(sharding, rank, row), kept=plan.keeps_gathered)
     gathered = compute * sum(unit.padded for unit in moved)
-    yield Traffic(rank, axis, "weights", "all_gather", shares, len(moved), gathered)
+    if moved:
+        yield Traffic(rank, axis, "weights", "all_gather", shares, len(moved), gathered)

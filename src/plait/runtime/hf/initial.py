@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...design.mesh import Mesh
-from ...design.sharding import Parameter
+from ...design.part import Parameter
 from .weights import Reader, Weights
 
 Tensors = Callable[[str, nn.Module], Iterator[tuple[str, Any]]]

@@ -8,8 +8,9 @@ from some least one on, that leaves the same remainder when divided by the degre
     8 KV heads of 64 over tp 2   4     heads stay eight a KV head: 32
     50257 rows over tp 2         65    still odd, so still refused
 
-Where the blocks are not dealt evenly, each stage keeps its place among the sizes: 1, 8, 8 and 20 blocks become 1, 3, 3
-and 4, and the twin's plan says so.
+Where patterns of names say which blocks are frozen, blocks of the twin are frozen as those that they stand for. Where the
+blocks are not dealt evenly, each stage keeps its place among the sizes: 1, 8, 8 and 20 blocks become 1, 3, 3 and 4, and
+the twin's plan says so.
 
 What no one cuts becomes as small as its class lets it. What shapes no tensor stays: activations, biases, rotary
 parameters, windows, positions. A size that is small already stays as it is, and so does a model that is.
@@ -23,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ...design import frozen
 from ...design.balance import UNIFORM, WORDS, refusal, written
 from ...design.plan import Plan, stage_blocks
 from .read import Model, from_config
@@ -60,7 +62,14 @@ def twin(model: Model, plan: Plan) -> Twin:
     if sizes := _sizes(model.config, dealt):
         dealt = _dealing(plan, sizes)
         lines = (f"balance {plan.balance} -> {dealt.balance}", *lines)
-    return Twin(from_config(model.name, config), dealt, lines)
+    small = from_config(model.name, config)
+    if any(letter.isdigit() for letter in plan.freeze + plan.train_only):
+        # Patterns that name blocks: what is frozen of the model's is frozen of those that stand for them.
+        names = frozen.carried(plan.freeze, plan.train_only, model.facts, small.facts)
+        dealt = dealt.model_copy(update={"freeze": names, "train_only": ""})
+        count = len(frozen.patterns(names))
+        lines = (f"frozen as in the model: {count} of {len(small.facts.parameters)} tensors", *lines)
+    return Twin(small, dealt, lines)
 
 
 def _dealing(plan: Plan, sizes: list[int]) -> Plan:

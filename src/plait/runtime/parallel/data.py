@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ...design.sharding import Parameter
+from ...design.part import Parameter
 from ..comm.collectives import Handle, all_reduce
 from ..comm.world import Group
 
@@ -128,6 +128,9 @@ class Buckets:
         through = self._through[number] if self._through else None
         group = self._groups[number]
         self._handles.append(all_reduce(self._buffers[number], group, why="gradients", wait=False, through=through))
+
+    def done(self, stage: int) -> None:
+        """Buckets wait for `finish`: their sums have an order among themselves, and nothing else comes between."""
 
     def finish(self, stage: int) -> None:
         """Returns when the gradients of `stage` are summed; the stages after it on this rank must be done."""

@@ -12,7 +12,7 @@ section 5.3; Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.3.2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +32,14 @@ class Gathering:
         self._slots = {
             slot: torch.zeros(size, dtype=dtype, device=device) for slot, size in slot_sizes(units, kept=kept).items()
         }
+        self.passed: Callable[[Unit], None] = _nobody
+        """Told when backward comes to what a unit gave, before anything is gathered for it."""
         self._shares: dict[Unit, Tensor] = {}
         self._in: dict[Slot, Unit] = {}
         self._arriving: dict[Slot, Handle] = {}
+        # The unit that was asked for last, and those that are at work with it: of one place.
         self._now: Unit | None = None
+        self._here: set[Unit] = set()
         # The order of a step: as the last one had it, None where nothing is known, and as this one has it so far.
         self._known: list[Unit] | None = None
         self._order: list[Unit] = []
@@ -60,14 +64,19 @@ class Gathering:
         def before(module: nn.Module, args: object) -> None:
             self.need(unit)
 
+        def back(gradient: Tensor) -> None:
+            self.passed(unit)
+            self.need(unit)
+
         def behind(module: nn.Module, args: object, output: object) -> None:
             first = output[0] if isinstance(output, tuple) else output
             if isinstance(first, Tensor) and first.requires_grad:
-                first.register_hook(lambda gradient: self.need(unit))
+                first.register_hook(back)
 
         for module in modules:
             module.register_forward_pre_hook(before)
-            if not isinstance(module, nn.Embedding):  # its backward asks for rows, and not for the weight
+            # An embedding's backward asks for rows, and not for the weight.
+            if unit.block is not None or not isinstance(module, nn.Embedding):
                 module.register_forward_hook(behind)
 
     def begin(self) -> None:
@@ -90,12 +99,19 @@ class Gathering:
         self._arriving.clear()
         self._in.clear()
         self._now = None
+        self._here.clear()
 
     def need(self, unit: Unit) -> None:
-        """Returns when the unit is whole, and starts gathering the one that is needed next."""
+        """Returns when the unit is whole, and starts gathering what is needed next: the others of its place, and those of
+        the next place in the order."""
         if unit is self._now:
             return
+        if self._now is None or not _together(unit, self._now):
+            self._here.clear()
         self._now = unit
+        if unit in self._here:
+            return
+        self._here.add(unit)
         slot = self._slot(unit)
         self._gather(unit)
         if slot in self._arriving:
@@ -108,8 +124,15 @@ class Gathering:
             return
         if self._known[done - 1] is not unit:
             self._known = None
-        elif self._slot(self._known[done]) != slot:
-            self._gather(self._known[done])
+            return
+        next_place: Unit | None = None
+        for ahead in self._known[done:]:
+            if not _together(ahead, unit):
+                next_place = next_place or ahead
+                held = self._in.get(self._slot(ahead))
+                if not _together(ahead, next_place) or (held is not None and held != ahead and _together(held, unit)):
+                    return
+            self._gather(ahead)
 
     def _gather(self, unit: Unit) -> None:
         """Starts gathering a unit that is not in its slot."""
@@ -121,3 +144,11 @@ class Gathering:
         self._in[slot] = unit
         # As a tensor of its own: autograd is not to take the next unit for a change of this one's weights.
         self._arriving[slot] = gather_shares(self.place(unit).data, self._shares[unit], self._group, why="weights")
+
+
+def _nobody(unit: Unit) -> None: ...
+
+
+def _together(one: Unit, other: Unit) -> bool:
+    """Whether two units are at work at the same time: what is trained and what is frozen of a block, say."""
+    return (one.stage, one.place) == (other.stage, other.place)

@@ -151,6 +151,8 @@ class ChunkedLoss:
         """A microbatch's share of the step's mean loss. Where gradients are taken, backward fills it in."""
         if not torch.is_grad_enabled():
             return self.over(output, batch, inverse_weight, None)
+        if not output.requires_grad:  # all that comes before the head is frozen
+            output = output.detach().requires_grad_()
         return _Later.apply(self._enter(output), self, batch, inverse_weight)  # type: ignore[no-any-return]
 
     def over(self, hidden: Tensor, batch: Batch, scale: Tensor, gradient: Tensor | None) -> Tensor:

@@ -66,6 +66,10 @@ class GradSink(Protocol):
     final: bool
     """Whether what backward gives now is the last of the step for its stage: each gradient may leave when it is ready."""
 
+    def done(self, stage: int) -> None:
+        """A backward of the stage is over: whatever it has not brought by now it does not bring."""
+        ...
+
     def finish(self, stage: int) -> None:
         """Returns when every gradient of the stage is reduced."""
         ...
@@ -154,7 +158,7 @@ class Pipeline:
                 self._gradients[key] = torch.full_like(output, self._scale)
         else:
             self._given[key] = output.detach()
-        if self._trains:
+        if self._trains and output.requires_grad:  # nothing in a first stage may train
             self._graphs[key] = get_gradient_edge(output)
 
     def _backward(self, stage: int, m: int) -> None:
@@ -165,7 +169,9 @@ class Pipeline:
     def _backward_input(self, stage: int, m: int) -> None:
         key, part = (stage, m), self._stages[stage]
         self._sink.final = m == self._final[stage, False]
-        torch.autograd.backward(self._graphs.pop(key), self._gradients.pop(key, None))
+        graph, gradient = self._graphs.pop(key, None), self._gradients.pop(key, None)
+        if graph is not None:
+            torch.autograd.backward(graph, gradient)
         if part.weight_gradients is not None:
             part.weight_gradients.keep(m)
         before = self.schedule.before(stage)
@@ -173,12 +179,15 @@ class Pipeline:
             gradient = self._received.pop(key).grad
             assert gradient is not None
             self._gradients[before, m] = gradient
+        if part.weight_gradients is None:
+            self._sink.done(stage)
 
     def _backward_weight(self, stage: int, m: int) -> None:
         owed = self._stages[stage].weight_gradients
         assert owed is not None
         self._sink.final = m == self._final[stage, True]
         owed.settle(m)
+        self._sink.done(stage)
 
     def _send_activation(self, stage: int, m: int) -> None:
         self._post(self._given.pop((stage, m)), stage, self.schedule.after(stage), m, "activation")

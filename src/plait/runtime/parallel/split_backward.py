@@ -82,7 +82,7 @@ class WeightGradients:
     def linear(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool) -> Tensor:
         """x Wᵀ + b (x W + b when `transposed`), whose weight's and bias's gradients are put off."""
         used = weight.t() if transposed else weight
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not weight.requires_grad:  # what is frozen is owed nothing
             return F.linear(x, used, bias)
 
         def owe(x: Tensor, dy: Tensor) -> None:

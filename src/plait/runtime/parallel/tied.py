@@ -4,7 +4,8 @@
                                 norm, clip, update                  -> the new weight
 
 In this order the sum has one order in every layout: within a stage, over dp, then over the stages. Norm, clip and state
-count the owner alone. Both ends on one rank share one storage, and nothing is exchanged.
+count the owner alone. Both ends on one rank share one storage, and nothing is exchanged; nor is
+it where the weight is frozen.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ...design.sharding import Parameter
+from ...design.part import Parameter
 from ..comm.collectives import receive, send
 from ..comm.world import Group
 
@@ -33,6 +34,11 @@ class TiedWeights:
         self._group, self._gradients, self._weights = group, gradients, weights
         self._exchanges: list[tuple[str, int, int, int]] = []
         for number, parameter in enumerate(parameters):
+            if not parameter.first.trains:
+                continue
+            # Owner and users share it alike, so that a share that is empty here is empty there.
+            if parameter.name in gradients and not gradients[parameter.name].numel():
+                continue
             owner = parameter.first.owner
             users = dict.fromkeys(place for place in parameter.first.places if place != owner)
             for place, user in enumerate(users):

@@ -7,7 +7,8 @@
 What is moved is a unit (design/unit.py): a flat buffer with the parameters of a block. Backward fills the unit's
 gradients; when the last is there their sum starts, each rank getting its share of it, while backward goes on. The
 optimizer updates shares; the units are gathered again when it has (ZeRO-1, -2), or when a forward or backward needs
-them (ZeRO-3: gathering.py). Buffers are made once and used again.
+them (ZeRO-3: gathering.py). What is frozen has weights alone: shares with ZeRO-3, else no part in this. Buffers are made
+once and used again.
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2019, section 5.
 """
 
@@ -48,49 +49,64 @@ class _Held:
 
 class Shares:
     """The `GradSink` of ZeRO, and the home of the weights. `units` are this rank's, in the order in which backward
-    finishes them; `group` are those that share, `rest` what gradients of shares are summed over besides; `types` those of
-    weights, of gradients, and of their sums over ranks. `parts` are as for data parallelism. With `each` gradients are
-    summed after every microbatch. `whole` says where a unit is whole when it is (ZeRO-3); None: here, and always."""
+    finishes them, frozen ones among them; `group` are those that share, `rest` what gradients of shares are summed over
+    besides; `types` those of weights, of gradients, and of their sums over ranks. `parts` are as for data parallelism.
+    `splits` says that backwards come in halves. With `each` gradients are summed after every microbatch. `whole` says
+    where a unit is whole when it is (ZeRO-3); None: here, and always."""
 
     def __init__(
         self, units: Sequence[Unit], group: Group, rest: Mapping[tuple[str, ...], Group],
         types: tuple[torch.dtype, torch.dtype, torch.dtype], device: torch.device, parts: Mapping[str, int], *,
-        each: bool, whole: Callable[[Unit], Tensor] | None,
+        splits: bool, each: bool, whole: Callable[[Unit], Tensor] | None,
     ) -> None:  # fmt: skip
         compute, accumulate, reduce = types
         self._group, self._rest, self._whole = group, rest, whole
-        self._parts, self._each = parts, each
-        largest = max((unit.padded for unit in units), default=0)
-        flying = range(min(IN_FLIGHT, len(units)))
-        self._space = [torch.empty(largest, dtype=reduce, device=device) for _ in flying]
+        self._parts, self._splits, self._each = parts, splits, each
+        trained = [unit for unit in units if unit.trains]
+        largest = max((unit.padded for unit in trained), default=0)
+        self._space = [torch.empty(largest, dtype=reduce, device=device) for _ in trained[:IN_FLIGHT]]
         self._through = [torch.empty_like(space) for space in self._space] if reduce != accumulate else []
         """Where gradients leave that are not kept in the type of their sums."""
         self.leaves: Callable[[str, Tensor], None] | None = None
         """Shown every gradient of a backward, by name, before its sum over ranks begins."""
         self._gradient_slots: dict[Slot, Tensor] = {}
         if each:
-            for slot, size in slot_sizes(units, kept=False).items():
+            for slot, size in slot_sizes(trained, kept=False).items():
                 self._gradient_slots[slot] = torch.zeros(size, dtype=accumulate, device=device)
+        self._stored = {
+            unit: torch.zeros(unit.padded if whole is None else unit.share, dtype=compute, device=device)
+            for unit in units
+        }
+        self._of = {name: unit for unit in units for name in unit.names}
         self._held: list[_Held] = []
+        for unit in trained:
+            self._held.append(self._made(unit, accumulate, device))
+        # How many finish before the place of each unit.
+        self._before: dict[Unit, int] = {}
         for unit in units:
-            self._held.append(self._made(unit, compute, accumulate, device))
-        self._of: dict[str, _Held] = {name: held for held in self._held for name in held.unit.names}
+            earlier = trained[: sum(other.trains for other in units[: units.index(unit)])]
+            self._before[unit] = sum((other.stage, other.place) != (unit.stage, unit.place) for other in earlier)
         self._mine: dict[nn.Parameter, _Held] = {}
         self.gradients: dict[str, Tensor] = {}
         """This rank's stretch of the sum of every gradient, flat."""
         self.weights: dict[str, nn.Parameter] = {}
         """This rank's stretch of every weight, flat: what the optimizer updates."""
+        self.frozen: dict[str, Tensor] = {}
+        """The same of what it does not."""
         for held in self._held:
             for name in held.unit.names:
-                start, stop = self._place(held, name)
+                start, stop = self._place(held.unit, name)
                 self.gradients[name] = held.summed[start:stop]
-                self.weights[name] = nn.Parameter(self._share(held)[start:stop])
+                self.weights[name] = nn.Parameter(self._share(held.unit)[start:stop])
+        for unit in units:
+            for name in unit.names if not unit.trains else ():
+                start, stop = self._place(unit, name)
+                self.frozen[name] = self._share(unit)[start:stop]
         self._untouched: set[nn.Parameter] = set()
         self._final = False
 
-    def _made(self, unit: Unit, compute: torch.dtype, accumulate: torch.dtype, device: torch.device) -> _Held:
-        size, share = (unit.share if self._whole is not None else unit.padded), unit.share
-        weights = torch.zeros(size, dtype=compute, device=device)
+    def _made(self, unit: Unit, accumulate: torch.dtype, device: torch.device) -> _Held:
+        share = unit.share
         if self._each:
             full = self._gradient_slots[unit.slot(kept=False)][: unit.padded]
             summed = torch.zeros(share, dtype=accumulate, device=device)
@@ -98,33 +114,35 @@ class Shares:
             full = torch.zeros(unit.padded, dtype=accumulate, device=device)
             summed = full[self._group.index * share :][:share]
         shared = [other for other in self._held if self._each and other.unit.slot(kept=False) == unit.slot(kept=False)]
-        return _Held(unit, len(self._held), shared[-1] if shared else None, weights, summed, full)
+        return _Held(unit, len(self._held), shared[-1] if shared else None, self._stored[unit], summed, full)
 
-    def _share(self, held: _Held) -> Tensor:
-        share = held.unit.share
-        return held.weights if self._whole is not None else held.weights[self._group.index * share :][:share]
+    def _share(self, unit: Unit) -> Tensor:
+        stored, share = self._stored[unit], unit.share
+        return stored if self._whole is not None else stored[self._group.index * share :][:share]
 
-    def _place(self, held: _Held, name: str) -> tuple[int, int]:
+    def _place(self, unit: Unit, name: str) -> tuple[int, int]:
         """Where this rank's stretch of a parameter stands in its share."""
-        first, _ = held.unit.spans[name]
-        start, stop = held.unit.stretch(name, self._group.index)
-        offset = first - self._group.index * held.unit.share
+        first, _ = unit.spans[name]
+        start, stop = unit.stretch(name, self._group.index)
+        offset = first - self._group.index * unit.share
         return (start + offset, stop + offset) if start < stop else (0, 0)
 
     # --- weights
 
     def home(self, name: str, whole: Tensor) -> Tensor:
         """Where a parameter lives that is `whole` [local shape] now: a view of its unit. With ZeRO-3 only this rank's
-        stretch of it stays."""
-        held = self._of[name]
-        first, last = held.unit.spans[name]
+        stretch of it stays; without, what is frozen lives by itself."""
+        if name not in self._of:
+            return whole.clone()
+        unit = self._of[name]
+        first, last = unit.spans[name]
         if self._whole is None:
-            view = held.weights[first:last].view(whole.shape)
+            view = self._stored[unit][first:last].view(whole.shape)
             return view.copy_(whole)
-        start, stop = held.unit.stretch(name, self._group.index)
-        into, end = self._place(held, name)
-        held.weights[into:end].copy_(whole.flatten()[start:stop])
-        return self._whole(held.unit)[first:last].view(whole.shape)
+        start, stop = unit.stretch(name, self._group.index)
+        into, end = self._place(unit, name)
+        self._stored[unit][into:end].copy_(whole.flatten()[start:stop])
+        return self._whole(unit)[first:last].view(whole.shape)
 
     def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """The parameters, once they are at home."""
@@ -142,14 +160,16 @@ class Shares:
         """Updated shares become whole weights again; with ZeRO-3 not before they are needed."""
         if self._whole is not None:
             return
-        handles = [gather_shares(held.weights, self._share(held), self._group, why="weights") for held in self._held]
+        handles = [
+            gather_shares(held.weights, self._share(held.unit), self._group, why="weights") for held in self._held
+        ]
         for handle in handles:
             handle.wait()
 
     @property
     def stored(self) -> list[tuple[Unit, Tensor]]:
         """What this rank keeps of the weights of every unit."""
-        return [(held.unit, held.weights) for held in self._held]
+        return list(self._stored.items())
 
     # --- gradients
 
@@ -157,7 +177,7 @@ class Shares:
     def holds(self) -> dict[str, list[Tensor]]:
         """Tensors that it holds from step to step: of gradients whole ones and shares; as units what others' come to."""
         return {
-            "weights": [held.weights for held in self._held],
+            "weights": list(self._stored.values()),
             "gradients": [tensor for held in self._held for tensor in (held.full, held.summed)],
             "units": [*self._space, *self._through],
         }
@@ -237,6 +257,23 @@ class Shares:
             return
         self._mine[parameter].missing -= 1
         while self._next < len(self._held) and self._held[self._next].missing == 0:
+            self._start()
+
+    # A weight that gets no gradient on one rank makes that rank's unit wait, and the others' sums must not be called at
+    # another place among the gathers of weights: so a unit leaves, ready or not, before the first gather that follows.
+
+    def passed(self, unit: Unit) -> None:
+        """Backward has come to what `unit` gave: those that it finishes earlier get no more in this microbatch."""
+        if self._splits or unit.alone or not (self._final or self._each):
+            return
+        while self._next < self._before[unit] and self._held[self._next].unit.stage == unit.stage:
+            self._start()
+
+    def done(self, stage: int) -> None:
+        """A backward of the stage is over."""
+        if not (self._final or self._each):
+            return
+        while self._next < len(self._held) and self._held[self._next].unit.stage == stage:
             self._start()
 
     def _start(self) -> None:

@@ -11,17 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from ...design.errors import PlanError
+from ...design.part import Parameter
 from ...design.plan import Plan, stage_blocks, width_after
 from ...design.rules import validate
 from ...design.schedule import FORWARD_ONLY, Schedule, check, lower
-from ...design.sharding import Parameter, Sharding, buckets, shard
+from ...design.sharding import Sharding, buckets, shard
 from ...design.styles import style
 from ...design.table import settled, table
 from .. import sequential
 from ..comm.world import World
 from ..hf.read import Model, read
 from ..hf.stage_model import StageModel, transposed
-from ..parallel import loss, tensor
+from ..parallel import frozen, loss, tensor
 from ..parallel.clock import Clock
 from ..parallel.data import Buckets
 from ..parallel.gathering import Gathering
@@ -58,7 +59,7 @@ def build(
     sharding = shard(trained.facts, plan)
     place = world.coordinate["pp"]
     numbers = sharding.stages_at(place)
-    held = sharding.at(place)
+    trained_here = sharding.trained_at(place)
     computed = table(plan, trained.facts)
     # The two of a pair run one after the other here, so that what the first gives is sent before the second begins.
     schedule = lower(replace(computed, pairs=()), reduce=True)
@@ -68,7 +69,7 @@ def build(
     # are, or with ZeRO in units, of which dp ranks have shares, whole for as long as they are at work.
     shared = tensor.SharedInput(world.group("tp"))
     bodies, owed, parts = _bodies(plan, trained, sharding, world, shared, dtype, splits=computed.splits)
-    gathering, shares = _shares(plan, sharding, world, types, parts)
+    gathering, shares = _shares(plan, sharding, world, types, parts, splits=computed.splits)
     kept: dict[str, nn.Parameter] = {}
     for body in bodies.values():
         home = None if shares is None else shares.home
@@ -77,6 +78,13 @@ def build(
         else:
             body.materialise(world.device, kept, home)
     parameters = {name: parameter for body in bodies.values() for name, parameter in body.parameters().items()}
+
+    # What is frozen wants no gradient, and where all that comes before is, backward ends.
+    frozen.freeze(parameter for name, parameter in parameters.items() if not sharding.parameter(name).first.trains)
+    for number, body in bodies.items():
+        first = next((block for block in sorted(body.blocks) if sharding.reaches(number, block)), None)
+        if first is not None:
+            frozen.begin(body.blocks[first])
 
     # What backward computes again: around whatever was put into the modules before.
     recomputing = _recompute(plan, bodies)
@@ -95,7 +103,7 @@ def build(
     # Where gradients go: to buckets, which are summed over dp while backward goes on, or to their units.
     sink: Buckets | Shares
     if shares is None:
-        sink = _buckets(plan, held, world, parameters, types, parts)
+        sink = _buckets(plan, trained_here, world, parameters, types, parts)
     else:
         sink = shares
         shares.adopt(parameters)
@@ -111,7 +119,7 @@ def build(
 
     # A tied weight has one owner; the optimizer updates what this rank owns; the pipeline carries out the table.
     tied = TiedWeights(sharding.parameters, world.group("pp"), sink.gradients, sink.weights)
-    owned = tuple(one for one in held if one.first.owner == place)
+    owned = tuple(one for one in trained_here if one.first.owner == place)
     optimizer = Optimizer(plan, owned, sink.weights, sink.gradients)
     clock = Clock(world.device)
 
@@ -135,6 +143,7 @@ def _gather_for(
 ) -> None:  # fmt: skip
     """Has every unit gathered when one of its modules runs: the block, or those that have its parameters."""
     place = world.coordinate["pp"]
+    gathering.passed = shares.passed
     for unit, share in shares.stored:
         modules: list[nn.Module] = []
         for number in sharding.parameter(unit.names[0]).first.stages_at(place):
@@ -188,12 +197,12 @@ def _bodies(
         if splits:
             owed[number] = WeightGradients()
         later = _replace_forwards(plan, model, body, sharding, world, shared, number, owed.get(number))
-        parts += _parts(sharding, number, later)
+        parts += _parts(plan, sharding, number, body, later)
     return bodies, owed, parts
 
 
 def _shares(
-    plan: Plan, sharding: Sharding, world: World, types: Types, parts: Counter[str]
+    plan: Plan, sharding: Sharding, world: World, types: Types, parts: Counter[str], *, splits: bool
 ) -> tuple[Gathering | None, Shares | None]:  # fmt: skip
     """ZeRO's homes of weights and gradients."""
     if not sharding.zero:
@@ -205,7 +214,7 @@ def _shares(
         gathering = Gathering(units, group, types[0], world.device, kept=plan.keeps_gathered)
     rest = {unit.rest: world.group(*unit.rest) for unit in units if unit.rest}
     return gathering, Shares(
-        units, group, rest, types, world.device, parts, each=plan.reduces_each_microbatch,
+        units, group, rest, types, world.device, parts, splits=splits, each=plan.reduces_each_microbatch,
         whole=None if gathering is None else gathering.place,
     )  # fmt: skip
 
@@ -291,13 +300,19 @@ def _replace_forwards(
     return later
 
 
-def _parts(sharding: Sharding, stage: int, later: set[str]) -> Counter[str]:
+def _parts(plan: Plan, sharding: Sharding, stage: int, body: Body, later: set[str]) -> Counter[str]:
     """In how many parts each parameter's gradient comes from a microbatch of the stage: by autograd, and from the modules
-    where it does not."""
+    where it does not. A block that is computed again has a backward of its own."""
+    again: dict[nn.Module, int] = {}
+    for block, module in body.blocks.items():
+        reads_tokens = isinstance(body, SequentialStage) and block == 0
+        if plan.recompute == "full" and plan.recomputes(block) and sharding.reaches(stage, block) and not reads_tokens:
+            again |= dict.fromkeys(module.modules(), block)
     found = Counter[str]()
     for parameter in sharding.on_stage(stage):
-        here = {name in later for place, name in parameter.first.uses if place == stage}
-        found[parameter.name] = len(here)
+        names = (name for place, name in parameter.first.uses if place == stage)
+        ways = {"later" if name in later else again.get(body.module.get_submodule(name)) for name in names}
+        found[parameter.name] = len(ways)
     return found
 
 

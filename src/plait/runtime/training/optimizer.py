@@ -14,8 +14,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from ...design.part import Parameter
 from ...design.plan import Plan
-from ...design.sharding import Parameter
 
 
 def learning_rate(plan: Plan, step: int, steps: int) -> float:
@@ -61,14 +61,16 @@ class Optimizer:
                 together.append(one)
             else:
                 self._narrow.append((self._made(plan, [one]), weight, gradient))
-        self._all = [*([self._made(plan, together)] if together else []), *(adamw for adamw, _, _ in self._narrow)]
+        at_once = [self._made(plan, together)] if together or not self._narrow else []
+        self._all = [*at_once, *(adamw for adamw, _, _ in self._narrow)]
 
     def _made(self, plan: Plan, held: list[Parameter]) -> torch.optim.AdamW:
         decays = [self.weights[one.name] for one in held if one.first.decays]
         others = [self.weights[one.name] for one in held if not one.first.decays]
         groups = [{"params": decays, "weight_decay": plan.weight_decay}, {"params": others, "weight_decay": 0.0}]
         return torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            # Where all that a rank holds is frozen there is an empty group.
+            [group for group in groups if group["params"]] or groups[:1],
             lr=plan.lr,
             betas=(plan.beta1, plan.beta2),
             eps=1e-8,

@@ -116,6 +116,11 @@ class Run:
         """Whether the last stage, which has the loss, is on this rank."""
         self.owns_loss = self.has_loss and place["tp"] == 0
         """Whether its loss counts: once a replica."""
+        self._whole_frozen = [
+            held.name
+            for held in sharding.at(place["pp"])
+            if not held.first.trains and sharding.stretch(held.name, "stored", world.rank) is None
+        ]
         self._counted = rows_of(
             sink.gradients[held.name].view(-1)[start:stop]
             for held in sharding.at(place["pp"])
@@ -147,13 +152,15 @@ class Run:
     def stored(self) -> Mapping[str, Tensor]:
         """What this rank keeps of the weights that it computes with, by the names of the whole model: all of each, or
         with ZeRO-3 its stretch."""
-        return self.parameters if self.gathering is None else self.sink.weights
+        if isinstance(self.sink, Buckets) or self.gathering is None:
+            return self.parameters
+        return {**self.sink.weights, **self.sink.frozen}
 
     @property
     def holds(self) -> dict[str, list[Tensor]]:
         """Tensors that this rank holds from step to step, by the fields of a `MemoryBill`."""
         found: dict[str, list[Tensor]] = {
-            "weights": [],
+            "weights": [self.parameters[name] for name in self._whole_frozen],
             "master_weights": [],
             "gradients": [],
             "state": [],
