@@ -150,6 +150,30 @@ def test_every_layout_reads_the_same_global_batches(layout):
     assert all(same(a, b) for a, b in zip(expected, global_batches(corpus, plan, 9), strict=True))
 
 
+@pytest.mark.parametrize("packing", ["stream", "sorted"])
+def test_own_orders_go_through_all_of_the_data_on_every_dp_rank(packing):
+    corpus = corpus_with(10)
+    plan = Plan(batch=6, seq=4, epochs=2, dp=2, tp=2, data_order="own", packing=packing)
+    taken = [list(Batches(corpus, plan, rank)) for rank in range(plan.world)]
+    count = len({i for batch in taken[0] for i in ids(batch)})
+    assert [batch.rows for batch in taken[0]] == [3] * (2 * -(-count // 3))
+    orders = [[i for batch in batches for i in ids(batch)] for batches in taken]
+    for found in orders:
+        assert sorted(found[:count]) == sorted(found[count:]) == list(range(count))
+    assert orders[0] == orders[1]  # they differ in tp alone
+    assert orders[2] == orders[3]
+    assert orders[0] != orders[2]
+    whole = global_batches(corpus, plan, 3)
+    assert all(same(a, joined([taken[0][step], taken[2][step]])) for step, a in enumerate(whole))
+    resumed = Batches(corpus, plan, 3)
+    first = Batches(corpus, plan, 0)
+    next(first)
+    resumed.restore(first.state)
+    assert [ids(batch) for batch in resumed] == [ids(batch) for batch in taken[3][1:]]
+    with pytest.raises(PlanError, match="The data stopped with data_order own and dp 2: resume with the same"):
+        Batches(corpus, Plan(batch=6, seq=4, packing=packing), 0).restore(first.state)
+
+
 def test_each_sample_once_an_epoch_and_the_last_batch_smaller():
     plan = Plan(batch=4, seq=4, epochs=2, steps=1)
     batches = Batches(corpus_with(10), plan, 0)

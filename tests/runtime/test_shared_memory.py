@@ -245,6 +245,35 @@ def test_a_neighbour_that_is_gone(nursery: Nursery) -> None:
     assert nursery(alone_in_waiting, "") == "connection closed: the process of rank 1 is gone"
 
 
+def without_a_view(transport: str) -> Any:
+    """What carries the bytes of four ranks, one of which cannot open the others' files; or why nothing does."""
+
+    def main(meeting: Rendezvous) -> Any:
+        if meeting.rank == 2:
+
+            def hidden(pid: int, fd: int) -> segment.Segment:
+                raise PermissionError(pid)
+
+            segment.Segment.opened = hidden  # type: ignore[method-assign, assignment]
+        with World(meeting, dp(4)) as world:
+            x = torch.ones(3)
+            all_reduce(x, world.group("dp"), why="t")
+            return [type(world.group("dp").transport).__name__, x.tolist()]
+
+    try:
+        return launch(main, 4, local_transport=transport)  # type: ignore[arg-type]
+    except PlanError as error:
+        return str(error)
+
+
+def test_a_rank_that_cannot_see_the_others_has_all_use_torch(nursery: Nursery) -> None:
+    assert nursery(without_a_view, "auto") == [["Distributed", [4.0] * 3]] * 4
+    said = nursery(without_a_view, "shared")
+    assert said == (
+        "local_transport shared needs ranks on one host that can open each other's files in /proc: set local_transport auto."
+    )
+
+
 def test_where_it_cannot_be_it_is_refused_or_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment.platform, "machine", lambda: "aarch64")
     why = segment.unsupported()

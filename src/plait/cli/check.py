@@ -19,7 +19,9 @@ from .terminal import Terminal
 
 STEPS = 3
 DEFAULTS = {"steps": STEPS, "seq": 64}
-MEANINGLESS = ("data", "tokenizer", "packing", "epochs", "eval_every", "eval_share", "eval_data", "sample_every")
+MEANINGLESS = (
+    "data", "tokenizer", "packing", "data_order", "epochs", "eval_every", "eval_share", "eval_data", "sample_every",
+)  # fmt: skip
 """Fields that a comparison does not read: it draws its own tokens."""
 SHOWN = 8
 """Departing places that are listed; the rest are counted."""

@@ -44,6 +44,9 @@ class Plan(BaseModel):
     packing: Literal["stream", "sorted"] = Field(
         "stream", description="Rows cut from the documents as they come, or whole documents, in steps of even cost."
     )
+    data_order: Literal["global", "own"] = Field(
+        "global", description="One order of the rows, dealt to the dp ranks, or one for each, through all of the data."
+    )
     ranks: int = Field(0, ge=0, description="How many ranks; 0: dp x tp x pp.")
     dp: int = Field(1, ge=1, description="Data parallel degree.")
     tp: int = Field(1, ge=1, description="Tensor parallel degree.")

@@ -110,6 +110,12 @@ def tensors_divide(plan: Plan, facts: ModelFacts) -> str | None:
     return None
 
 
+def orders_are_of_several(plan: Plan, facts: ModelFacts) -> str | None:
+    if plan.data_order == "global" or plan.dp > 1:
+        return None
+    return "data_order own gives each dp rank an order of its own, and dp is 1: set data_order global, or dp 2 or more."
+
+
 def sequence_fits(plan: Plan, facts: ModelFacts) -> str | None:
     if plan.seq <= facts.positions:
         return None
@@ -234,7 +240,7 @@ def evaluation_is_asked_for(plan: Plan, facts: ModelFacts) -> str | None:
 RULES: tuple[Rule, ...] = (
     degrees_make_the_ranks, schedule_is_known, limit_is_for_a_search, batch_divides, blocks_fill_stages,
     blocks_are_dealt, tensors_divide, shares_are_of_several, something_trains, recomputation_has_something,
-    loss_is_in_chunks, sums_keep_what_they_add, scale_is_for_fp16, sequence_fits, warm_up_ends,
+    loss_is_in_chunks, orders_are_of_several, sums_keep_what_they_add, scale_is_for_fp16, sequence_fits, warm_up_ends,
     own_attention_drops_nothing, evaluation_is_asked_for,
 )  # fmt: skip
 

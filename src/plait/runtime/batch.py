@@ -10,6 +10,7 @@ No attention mask travels: runtime/hf derives whatever mask a class takes from `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -41,6 +42,12 @@ class Batch:
             document_ids=torch.zeros(rows, length, dtype=torch.int64),
             sample_ids=torch.arange(rows),
         )
+
+    @classmethod
+    def joined(cls, batches: Sequence[Batch]) -> Batch:
+        """The rows of all of them, in order."""
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: torch.cat([getattr(batch, name) for batch in batches]) for name in names})
 
     @property
     def rows(self) -> int:

@@ -1,12 +1,12 @@
 """Memory that the ranks of one host share: each has a segment that it alone writes and all others read.
 
     words of control                                     | data: what was posted and not yet taken by all
-    bell, ready, pid | a row a channel, each with a ring | ...
+    bell, process | a row a channel, each with a ring    | ...
 
 A segment is a file without a name (memfd): the others open it through /proc while its owner waits for them, and it is
 gone when the last process that has it ends, however that ends. It is as large as the machine's memory, and only what was
-touched is there. Everything has one writer, and data is written before the word that says so. Processors other than
-x86-64 may show the two in another order, so only that is supported.
+touched is there. All but the bell has one writer, and data is written before the word that says so. Processors other
+than x86-64 may show the two in another order, so only that is supported.
 
 Who waits sleeps on its own bell (a futex), which others ring when they have written something for it; before that it
 gives up its processor a few times, since most waits are short. Each ringing writes a value that differs from all recent
@@ -24,12 +24,17 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-WORDS = 4
-"""Before the rows: bell, ready, process, and one that is free."""
+WORDS = 2
+"""Before the rows: the bell, and the owner's process."""
+PROCESS = 1
+MOST = 1 << 40
+"""Bytes of a segment, most of which are never there."""
 ROWS = 256
 ROW_WORDS = 4
 """Of a row, before its ring: channel, posted, summed, taken."""
@@ -95,8 +100,10 @@ class Segment:
     def made(cls) -> Segment:
         """This process's own."""
         fd = os.memfd_create("plait-segment")
-        os.ftruncate(fd, CONTROL + os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        return cls(fd, own=True)
+        os.ftruncate(fd, CONTROL + min(MOST, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
+        made = cls(fd, own=True)
+        made.words[PROCESS] = os.getpid()
+        return made
 
     @classmethod
     def opened(cls, pid: int, fd: int) -> Segment:
@@ -136,8 +143,8 @@ class Segment:
 class Neighbours:
     """This rank and the others on its host. `limit_s` is how long it waits for them at a time."""
 
-    def __init__(self, own: Segment, others: dict[int, Segment], rank: int, limit_s: float) -> None:
-        self.own, self.segments, self.rank, self._limit_s = own, {**others, rank: own}, rank, limit_s
+    def __init__(self, segments: dict[int, Segment], rank: int, limit_s: float) -> None:
+        self.own, self.segments, self.rank, self._limit_s = segments[rank], segments, rank, limit_s
         self._call = _syscall()
         self._pause = _Time(0, int(SLEEP_S * 1e9))
         self._rung = 0
@@ -228,27 +235,34 @@ class Neighbours:
     def _are_there(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
             try:
-                os.kill(self.segments[rank].words[2], 0)
+                os.kill(self.segments[rank].words[PROCESS], 0)
             except OSError as error:
                 if error.errno == errno.ESRCH:
                     raise RuntimeError(f"connection closed: the process of rank {rank} is gone") from None
 
 
-def meet(store: object, rank: int, size: int, limit_s: float) -> Neighbours | None:
-    """The ranks on this host, once all of them have each other's segments; None when this rank is alone on its host."""
-    own = Segment.made()
-    own.words[2] = os.getpid()
-    here = host()
-    store.set(f"segment/{rank}", f"{os.getpid()} {own.fd} {here}")  # type: ignore[attr-defined]
-    others = {}
+def meet(store: Any, rank: int, size: int, limit_s: float) -> Neighbours | None:
+    """The ranks on this host, once all of them have each other's segments. None on every rank when one of them cannot
+    have what it should (a limit of memory, a /proc that hides others), and when this rank is alone on its host."""
+    own, here = _or_none(Segment.made), host()
+    store.set(f"segment/{rank}", "" if own is None else f"{os.getpid()} {own.fd} {here}")
+    found: dict[int, Segment | None] = {rank: own}
     for other in range(size):
-        said = store.get(f"segment/{other}").decode()  # type: ignore[attr-defined]
-        pid, fd, place = said.split(" ", 2)
+        pid, fd, place = (store.get(f"segment/{other}").decode() or "0 0 ").split(" ", 2)
         if other != rank and place == here:
-            others[other] = Segment.opened(int(pid), int(fd))
-    found = Neighbours(own, others, rank, limit_s)
-    own.words[1] = 1
-    found.ring(others)
-    found.until(lambda: all(segment.words[1] for segment in others.values()), others)
-    os.close(own.fd)
-    return found if others else None
+            found[other] = _or_none(partial(Segment.opened, int(pid), int(fd)))
+    segments = {other: segment for other, segment in found.items() if segment is not None}
+    store.set(f"segment/{rank}/has", "all" if len(segments) == len(found) else "not all")
+    everyone = [store.get(f"segment/{other}/has") == b"all" for other in range(size)]
+    if own is not None:
+        os.close(own.fd)
+    if own is None or len(segments) == 1 or not all(everyone):
+        return None
+    return Neighbours(segments, rank, limit_s)
+
+
+def _or_none(make: Callable[[], Segment]) -> Segment | None:
+    try:
+        return make()
+    except (OSError, ValueError, OverflowError):  # of the last two mmap's, for sizes that it cannot take
+        return None

@@ -234,10 +234,7 @@ class World:
         why = unsupported() or ("is for CPUs, and the ranks run on GPUs" if self.device.type != "cpu" else None)
         near = None if why else meet(store, self.rank, self.mesh.size, limit_s)
         if rendezvous.local_transport == "shared" and (near is None or near.size < self.mesh.size):
-            why = (
-                why
-                or f"needs all ranks on one host, and rank {self.rank} shares its own with {near.size - 1 if near else 0}"
-            )
+            why = why or "needs ranks on one host that can open each other's files in /proc"
             raise PlanError(f"local_transport shared {why}: set local_transport auto.")
         return near
 
