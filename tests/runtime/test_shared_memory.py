@@ -269,9 +269,7 @@ def without_a_view(transport: str) -> Any:
 def test_a_rank_that_cannot_see_the_others_has_all_use_torch(nursery: Nursery) -> None:
     assert nursery(without_a_view, "auto") == [["Distributed", [4.0] * 3]] * 4
     said = nursery(without_a_view, "shared")
-    assert said == (
-        "local_transport shared needs ranks on one host that can open each other's files in /proc: set local_transport auto."
-    )
+    assert said.startswith("local_transport shared needs ranks on one host that can open each other's files in /proc")
 
 
 def test_where_it_cannot_be_it_is_refused_or_left(monkeypatch: pytest.MonkeyPatch) -> None:
