@@ -208,6 +208,7 @@ def numbers() -> dict[str, str]:
         "loss at last": _traffic(Plan(**example, pp=2, microbatches=4), "pp"),
         "loss at first": _traffic(Plan(**example, pp=2, microbatches=4, loss_at="first"), "pp"),
         "dp traffic": _traffic(Plan(**example, dp=2, microbatches=4), "dp"),
+        "master traffic": _traffic(Plan(**example, dp=4, dp_method="master", microbatches=2), "dp"),
         "zero traffic": _zero_traffic(),
         "zero memory": _zero_memory(),
         "zero paper": _zero_paper(),

@@ -103,6 +103,9 @@ class _Desk:
         """Whether this rank has something at `place`, on paper."""
         plan, here = self._plan, self._world.coordinate
         if place.quantity in PARTS:
+            # A master has all sums and updates, and the others what it publishes.
+            if plan.dp_method == "master" and here["dp"] and place.quantity != "published weight":
+                return False
             return bool(self._boxes[place.quantity].get(place.name))
         if place.microbatch is None:
             return True

@@ -49,6 +49,9 @@ class Plan(BaseModel):
     )
     ranks: int = Field(0, ge=0, description="How many ranks; 0: dp x tp x pp.")
     dp: int = Field(1, ge=1, description="Data parallel degree.")
+    dp_method: Literal["ddp", "master"] = Field(
+        "ddp", description="How dp ranks share their work: as equals, or for comparison all through rank 0."
+    )
     tp: int = Field(1, ge=1, description="Tensor parallel degree.")
     pp: int = Field(1, ge=1, description="Pipeline parallel degree.")
     zero: int = Field(

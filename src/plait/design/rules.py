@@ -110,6 +110,25 @@ def tensors_divide(plan: Plan, facts: ModelFacts) -> str | None:
     return None
 
 
+def master_is_alone_with_its_ranks(plan: Plan, facts: ModelFacts) -> str | None:
+    if plan.dp_method == "ddp":
+        return None
+    if plan.dp == 1:
+        return "dp_method master deals out to dp ranks, and dp is 1: set dp 2 or more."
+    others = {
+        "tp": 1, "pp": 1, "zero": 0, "loss_chunks": 1, "schedule": "1f1b", "chunks": 0, "split_backward": False,
+        "data_order": "global", "reduce": "auto",
+    }  # fmt: skip
+    for field, value in others.items():
+        given = getattr(plan, field)
+        if given != value:
+            return (
+                f"dp_method master is the plain form alone, and {field} is {given}: set {field} "
+                f"{str(value).lower() if isinstance(value, bool) else value}, or dp_method ddp."
+            )
+    return None
+
+
 def orders_are_of_several(plan: Plan, facts: ModelFacts) -> str | None:
     if plan.data_order == "global" or plan.dp > 1:
         return None
@@ -240,8 +259,8 @@ def evaluation_is_asked_for(plan: Plan, facts: ModelFacts) -> str | None:
 RULES: tuple[Rule, ...] = (
     degrees_make_the_ranks, schedule_is_known, limit_is_for_a_search, batch_divides, blocks_fill_stages,
     blocks_are_dealt, tensors_divide, shares_are_of_several, something_trains, recomputation_has_something,
-    loss_is_in_chunks, orders_are_of_several, sums_keep_what_they_add, scale_is_for_fp16, sequence_fits, warm_up_ends,
-    own_attention_drops_nothing, evaluation_is_asked_for,
+    loss_is_in_chunks, master_is_alone_with_its_ranks, orders_are_of_several, sums_keep_what_they_add,
+    scale_is_for_fp16, sequence_fits, warm_up_ends, own_attention_drops_nothing, evaluation_is_asked_for,
 )  # fmt: skip
 
 

@@ -50,6 +50,8 @@ def layout(plan: Plan) -> str:
     words += [
         f"{field} {named}" for field, named in (("freeze", plan.freeze), ("train_only", plan.train_only)) if named
     ]
+    if plan.dp_method == "master":
+        words.append("all through rank 0")
     if plan.data_order == "own":
         words.append("each dp rank's data in its own order")
     return ", ".join([*words, counted(plan.microbatches, "microbatch")])

@@ -71,8 +71,8 @@ def _steps(plan: Plan, facts: ModelFacts, sharding: Sharding) -> list[tuple[int,
     found: list[tuple[int, int | None]] = []
     for place in range(plan.pp):
         kept_ = _kept(plan, facts, sharding, schedule, place)
-        all_train = all(one.first.trains for one in sharding.parameters)
-        if plan.chunks_loss or not all_train or {plan.accumulates, plan.reduces} != {"fp32"}:
+        plain = all(one.first.trains for one in sharding.parameters) and plan.dp_method == "ddp"
+        if plan.chunks_loss or not plain or {plan.accumulates, plan.reduces} != {"fp32"}:
             found.append((kept_, None))
             continue
         tied = [one for one in sharding.at(place) if one.first.owner == place and len(set(one.first.places)) > 1]
@@ -110,7 +110,9 @@ def _bill(plan: Plan, sharding: Sharding, rank: int, activations: int, working: 
     # A tied weight is used on both ends, and so is its bucket; its owner alone keeps state and master weight.
     used = sum(one.elements(sharding.mesh, rank) for one in held)
     trained = sum(one.elements(sharding.mesh, rank) for one in held if one.first.trains)
-    owned = [one for one in held if one.first.owner == place and one.first.trains]
+    # A master updates for all.
+    updates = plan.dp_method == "ddp" or rank == 0
+    owned = [one for one in held if one.first.owner == place and one.first.trains and updates]
     state = sum(one.elements(sharding.mesh, rank) for one in owned)
     weights, gradients = used * item, trained * gradient
     units = trained * ELEMENT[plan.reduces] if plan.reduces != plan.accumulates else 0

@@ -10,6 +10,7 @@ microbatches, e bytes of an element of compute.
                            chunks as many calls more, and not a byte
     pp   each boundary     b s h e forward and as much backward, m times (b s V / t e before a loss that is elsewhere)
     dp   each stage        its gradients, once a step, in the type of their sums (what works on heads: over dp.tp)
+         with a master     logits, gradients to the first rank; rows, gradients of logits, weights from it
          with ZeRO         each unit's gradients scattered in sums, its weights gathered (unit.py), the padding counted
     pp   a tied weight     its gradient, as it is kept, to the stage that owns it, the new weight back, once a step
     all  the count of target tokens, then the loss with the squared gradient norm
@@ -44,7 +45,10 @@ def traffic(plan: Plan, facts: ModelFacts, *, wide: bool = False) -> list[Traffi
     for rank in range(plan.world):
         rows += _tensor(plan, facts, sharding, rank, compute, loss)
         rows += _pipeline(plan, facts, rank, compute)
-        rows += _data(plan, sharding, schedule, rank, compute, accumulate, reduce)
+        if plan.dp_method == "master":
+            rows += _through_the_first(plan, facts, sharding, rank, compute, accumulate, loss)
+        else:
+            rows += _data(plan, sharding, schedule, rank, compute, accumulate, reduce)
         if plan.world > 1:
             rows.append(Traffic(rank, WORLD, "target tokens", "all_reduce", plan.world, 1, 8))
             rows.append(Traffic(rank, WORLD, "loss and gradient norm", "all_reduce", plan.world, 1, 16))
@@ -100,6 +104,25 @@ def _pipeline(plan: Plan, facts: ModelFacts, rank: int, compute: int) -> Iterato
             payload = tokens * sum(width_after(plan, facts, stage) for stage in boundaries) * compute
             yield Traffic(rank, "pp", send, "send", plan.pp, calls, payload)
             yield Traffic(rank, "pp", receive, "receive", plan.pp, calls, payload)
+
+
+def _through_the_first(
+    plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, compute: int, accumulate: int, loss: int
+) -> Iterator[Traffic]:  # fmt: skip
+    """What the first of the dp ranks and another say to each other; the first as often as there are others."""
+    trained = sharding.trained_at(0)
+    elements = sum(one.elements(plan.mesh, rank) for one in trained)
+    calls = len(list(buckets(trained, plan.mesh, rank, plan.bucket_bytes, accumulate)))
+    rows, m = plan.batch // plan.dp, plan.microbatches
+    logits = rows * plan.seq * facts.vocabulary * compute
+    times, first = (plan.dp - 1, True) if rank == 0 else (1, False)
+    for why, from_first, count, payload in (
+        ("batch", True, 5, rows * (4 * plan.seq + 1) * 8), ("outputs", False, m, logits), ("losses", True, m, m * loss),
+        ("output gradients", True, m, logits), ("gradients", False, calls, elements * accumulate),
+        ("weights", True, 1, elements * compute),
+    ):  # fmt: skip
+        operation = "send" if from_first == first else "receive"
+        yield Traffic(rank, "dp", why, operation, plan.dp, times * count, times * payload)
 
 
 def _recomputed(plan: Plan, facts: ModelFacts, module: str) -> bool:

@@ -63,9 +63,12 @@ def order(count: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def own_rows(plan: Plan, rank: int) -> slice:
-    """Which rows of a global batch `rank` reads: ranks that differ only in pp or tp read the same."""
+    """Which rows of a global batch `rank` reads: ranks that differ only in pp or tp read the same. Of a master's ranks
+    the first reads all, and deals them out."""
     share = plan.batch // plan.dp
     first = plan.mesh.coordinate(rank)["dp"] * share
+    if plan.dp_method == "master" and first == 0:
+        return slice(0, plan.batch)
     return slice(first, first + share)
 
 
@@ -127,7 +130,6 @@ class Batches:
         return self
 
     def __next__(self) -> Batch:
-        plan = self._plan
         if self._ended:
             raise StopIteration
         ids = self._order[self._row : self._row + self._size]
@@ -139,7 +141,7 @@ class Batches:
         else:
             self._epoch, self._row, self._group = self._epoch + 1, 0, self._size
             self._order = self._in_order(self._epoch)
-        return self._packing.take(mine).padded(plan.batch // plan.dp)
+        return self._packing.take(mine).padded(self._own.stop - self._own.start)
 
     @property
     def _steps_an_epoch(self) -> int:

@@ -26,11 +26,12 @@ class Buckets:
     """The `GradSink` of data parallelism. Gradients accumulate in `dtype`, whatever the parameters compute in, and are
     summed over ranks in `reduce`. `stages` say of which stage each bucket is; `parts` in how many parts a parameter's
     gradient comes from one microbatch (1 when not named): by autograd, and from outside of it; once for each stage that
-    uses it here."""
+    uses it here. `summed` starts the sum of a bucket, by its number, where it is not one over its group."""
 
     def __init__(
         self, buckets: Sequence[tuple[Parameter, ...]], stages: Sequence[int], parameters: Mapping[str, nn.Parameter],
         groups: Mapping[tuple[str, ...], Group], dtype: torch.dtype, reduce: torch.dtype, parts: Mapping[str, int],
+        summed: Callable[[Tensor, int], Handle] | None = None,
     ) -> None:  # fmt: skip
         self.gradients: dict[str, Tensor] = {}
         self.weights = {held.name: parameters[held.name] for bucket in buckets for held in bucket}
@@ -40,7 +41,7 @@ class Buckets:
         """Shown every gradient, by name, before its sum over ranks begins."""
         self._names = [[held.name for held in bucket] for bucket in buckets]
         self._buffers: list[Tensor] = []
-        self._stages = list(stages)
+        self._stages, self._summed = list(stages), summed
         self._groups = [groups[bucket[0].first.summed_over] for bucket in buckets]
         self._sizes = [sum(parts.get(held.name, 1) for held in bucket) for bucket in buckets]
         self._bucket_of: dict[nn.Parameter, int] = {}
@@ -126,6 +127,9 @@ class Buckets:
             for name in self._names[number]:
                 self.leaves(name, self.gradients[name])
         through = self._through[number] if self._through else None
+        if self._summed is not None:
+            self._handles.append(self._summed(self._buffers[number], number))
+            return
         group = self._groups[number]
         self._handles.append(all_reduce(self._buffers[number], group, why="gradients", wait=False, through=through))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -19,6 +19,7 @@ from ...design.sharding import Sharding, buckets, shard
 from ...design.styles import style
 from ...design.table import settled, table
 from .. import sequential
+from ..comm.collectives import Handle
 from ..comm.world import World
 from ..hf.read import Model, read
 from ..hf.stage_model import StageModel, transposed
@@ -26,6 +27,7 @@ from ..parallel import frozen, loss, tensor
 from ..parallel.clock import Clock
 from ..parallel.data import Buckets
 from ..parallel.gathering import Gathering
+from ..parallel.master import Master
 from ..parallel.pipeline import Pipeline
 from ..parallel.recompute import Recompute
 from ..parallel.split_backward import WeightGradients
@@ -92,9 +94,17 @@ def build(
     # plait owns the loss: it reads the head's cut logits, also where they are sent to a stage that has nothing else, or
     # makes them itself, some at a time.
     owned_loss = _loss(plan, trained, sharding, world, bodies, shared) if plan.loss_stage in numbers else None
+    master = None
+    if plan.dp_method == "master":
+        master = Master(
+            world.group("dp"), rows=plan.batch // plan.dp, seq=plan.seq, microbatches=plan.microbatches,
+            weights=[parameters[one.name] for one in trained_here], device=world.device,
+            loss=partial(loss.cross_entropy, group=world.alone, start=0),
+        )  # fmt: skip
     stages = {
         number: Stage(
-            bodies[number].forward if number in bodies else loss.only, owned_loss if number == plan.loss_stage else None,
+            bodies[number].forward if number in bodies else loss.only,
+            (master or owned_loss) if number == plan.loss_stage else None,
             owed.get(number),
         )
         for number in numbers
@@ -103,7 +113,7 @@ def build(
     # Where gradients go: to buckets, which are summed over dp while backward goes on, or to their units.
     sink: Buckets | Shares
     if shares is None:
-        sink = _buckets(plan, trained_here, world, parameters, types, parts)
+        sink = _buckets(plan, trained_here, world, parameters, types, parts, None if master is None else master.sum)
     else:
         sink = shares
         shares.adopt(parameters)
@@ -119,7 +129,8 @@ def build(
 
     # A tied weight has one owner; the optimizer updates what this rank owns; the pipeline carries out the table.
     tied = TiedWeights(sharding.parameters, world.group("pp"), sink.gradients, sink.weights)
-    owned = tuple(one for one in trained_here if one.first.owner == place)
+    updates = master is None or master.is_here
+    owned = tuple(one for one in trained_here if one.first.owner == place and updates)
     optimizer = Optimizer(plan, owned, sink.weights, sink.gradients)
     clock = Clock(world.device)
 
@@ -134,7 +145,8 @@ def build(
         bodies=bodies, parameters=parameters, stages=stages, pipeline=pipeline(schedule, clock),
         forward=pipeline(_forwards(plan, 1), Clock(world.device)),
         evaluation=pipeline(_forwards(plan, plan.microbatches), Clock(world.device)), forget=shared,
-        gathering=gathering, recomputing=recomputing, chunked=chunked[0] if chunked else None, steps=steps,
+        gathering=gathering, recomputing=recomputing, chunked=chunked[0] if chunked else None, master=master,
+        steps=steps,
     )  # fmt: skip
 
 
@@ -253,13 +265,13 @@ def _recompute(plan: Plan, bodies: Mapping[int, Body]) -> dict[int, Recompute]:
 
 def _buckets(
     plan: Plan, held: tuple[Parameter, ...], world: World, parameters: Mapping[str, nn.Parameter],
-    types: Types, parts: Counter[str],
+    types: Types, parts: Counter[str], summed: Callable[[Tensor, int], Handle] | None,
 ) -> Buckets:  # fmt: skip
     _, accumulate, reduce = types
     grouped = buckets(held, plan.mesh, world.rank, plan.bucket_bytes, reduce.itemsize)
     groups = {one.first.summed_over: world.group(*one.first.summed_over) for one in held}
     of_stage = [bucket[0].first.stages_at(world.coordinate["pp"])[0] for bucket in grouped]
-    return Buckets(grouped, of_stage, parameters, groups, accumulate, reduce, parts)
+    return Buckets(grouped, of_stage, parameters, groups, accumulate, reduce, parts, summed)
 
 
 def _forwards(plan: Plan, microbatches: int) -> Schedule:

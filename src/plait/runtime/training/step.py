@@ -28,6 +28,7 @@ from ..parallel.clock import Clock
 from ..parallel.data import Buckets
 from ..parallel.gathering import Gathering
 from ..parallel.loss import ChunkedLoss
+from ..parallel.master import Master
 from ..parallel.pipeline import Pipeline
 from ..parallel.recompute import Recompute
 from ..parallel.stage import Stage
@@ -85,7 +86,7 @@ class Run:
         parameters: Mapping[str, nn.Parameter], stages: Mapping[int, Stage], pipeline: Pipeline, forward: Pipeline,
         evaluation: Pipeline, forget: SharedInput, gathering: Gathering | None = None,
         recomputing: Mapping[int, Recompute] | None = None, chunked: ChunkedLoss | None = None,
-        steps: int | None = None,
+        master: Master | None = None, steps: int | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.world, self.model, self.sharding = plan, world, model, sharding
         self.bodies, self.stages = bodies, stages
@@ -97,6 +98,8 @@ class Run:
         """By the number of the stage, where backward computes anything again."""
         self.chunked = chunked
         """The loss, where it is here and goes over its logits in chunks."""
+        self.master = master
+        """Where dp ranks do their work through the first of them."""
         self.steps = steps or plan.steps
         self.done = 0
         """Steps; those that were skipped in fp16 are no updates, and the learning rate does not count them."""
@@ -131,12 +134,16 @@ class Run:
         plan = self.plan
         if isinstance(batch, Batch):
             rows = plan.batch // plan.dp
+            if self.master is not None and self.master.is_here:
+                rows = plan.batch
             if batch.tokens.shape != (rows, plan.seq):
                 raise ValueError(
                     f"step takes {rows} rows (batch {plan.batch} / dp {plan.dp}) of {plan.seq} tokens, not "
                     f"{tuple(batch.tokens.shape)}"
                 )
-            return batch.split(plan.microbatches)
+            return (batch if self.master is None else self.master.deal(batch)).split(plan.microbatches)
+        if self.master is not None:
+            raise ValueError("with dp_method master step takes one batch: that of all ranks on the first")
         if len(batch) != plan.microbatches:
             raise ValueError(f"step takes {plan.microbatches} microbatches, not {len(batch)}")
         most = self.model.facts.positions
@@ -182,12 +189,13 @@ class Run:
         length: ranks that differ only in pp or tp must bring the same, dp ranks may bring others. What such a step moves
         and keeps follows from their sizes, and not from the plan's.
 
+        With dp_method master the first rank brings the rows of all, and those of the others are not looked at.
+
         `at` is called at each `Moment`, for whoever wants to look at the gradients then."""
         begin = time.perf_counter()
         plan, world, laps = self.plan, self.world, self.laps
-        parts = self._microbatches(batch)
-
         world.begin(self.done + 1)
+        parts = self._microbatches(batch)
         if self.gathering is not None:
             self.gathering.begin()
         weight = (torch.stack([part.weight for part in parts]).sum() * self._first_of_replica).to(world.device)
@@ -225,6 +233,8 @@ class Run:
         self.optimizer.step(lr, overflow(loss, norm) if plan.skips else None)
         self.tied.publish()
         self.sink.publish()
+        if self.master is not None:
+            self.master.publish()
         laps["updated"], self.waits = self.clock.now(), tuple(world.ledger.waits)
 
         self.done += 1
