@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -121,6 +122,7 @@ class Driver:
         env.pop("PLAIT_DEBUG", None)
         self.env = env
         self._count = 0
+        self._started: list[Command] = []
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("driver.py"))],
             env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -142,12 +144,23 @@ class Driver:
         folder.mkdir()
         places = {"stdin": os.devnull, "stdout": str(folder / "out"), "stderr": str(folder / "err"), **files}
         job = {"argv": [str(word) for word in argv], "cwd": str(cwd or folder), "env": env or {}, "before": before}
-        return Command(self, self.ask(job | places), folder)
+        command = Command(self, self.ask(job | places), folder)
+        self._started.append(command)
+        return command
 
     def run(self, *argv: object, timeout: float = PATIENCE_S, **how: Any) -> Ended:
         return self.start(*argv, **how).ended(timeout)
 
+    def sweep(self) -> None:
+        """Ends what a test that failed left running: it would take the others' time."""
+        for command in self._started:
+            for pid in command.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, 9)
+        self._started.clear()
+
     def close(self) -> None:
+        self.sweep()
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(PATIENCE_S)

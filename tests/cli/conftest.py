@@ -17,6 +17,13 @@ def plait(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     driver.close()
 
 
+@pytest.fixture(autouse=True)
+def _nothing_runs_on(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "plait" in request.fixturenames:
+        request.getfixturevalue("plait").sweep()
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("text") / "text.txt"
