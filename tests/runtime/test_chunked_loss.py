@@ -28,6 +28,7 @@ from plait.runtime.training.assemble import build
 from plait.runtime.training.evaluate import evaluate
 from plait.runtime.training.launch import launch
 from plait.runtime.training.sample import sample
+from plait.runtime.training.storages import Storages
 from tests.conftest import Models
 from tests.nursery import Nursery
 from tests.runtime.test_evaluation import evaluated, one_process
@@ -180,6 +181,26 @@ def test_chunks_add_up_in_fp32() -> None:
         return float((found[2] - exact[2]).norm() / exact[2].norm())
 
     assert max(off(chunks) for chunks in (2, 3, 21)) < 1.2 * off(1)
+
+
+def test_p115_the_peak_does_not_grow_with_the_number_of_chunks() -> None:
+    """Forward keeps no chunk for backward: 4, 8 or 16 chunks of 256 tokens take what one takes."""
+
+    def most(tokens: int) -> int:
+        head, hidden = nn.Linear(16, 4096, bias=False), torch.randn(1, tokens, 16, requires_grad=True)
+        learnt = torch.zeros_like(head.weight)
+        loss = ChunkedLoss(head, ALONE, 0, at_once=lambda n: [256] * (n // 256), after=None, enter=lambda x: x)
+        loss.adopt(lambda _: learnt, lambda _: None)
+        batch = Batch.of(torch.randint(0, 4096, (1, tokens + 1)))
+        one = torch.ones((), dtype=torch.float64)
+        fields = [batch.tokens, batch.targets, batch.positions, batch.document_ids, batch.sample_ids]
+        with Storages({"held": [head.weight, hidden, learnt, *fields]}, torch.device("cpu")) as storages:
+            loss.share(hidden, batch, one).backward()
+        return storages.peak
+
+    peaks = [most(tokens) for tokens in (1024, 2048, 4096)]
+    assert peaks[0] > 256 * 4096 * 4
+    assert max(peaks) < 1.2 * peaks[0], peaks
 
 
 # --- what follows the head
