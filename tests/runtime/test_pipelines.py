@@ -17,6 +17,7 @@ from plait.design.table import settled, table
 from plait.runtime.batch import Batch
 from plait.runtime.comm.world import World
 from plait.runtime.hf.read import read
+from plait.runtime.parallel.data import Buckets
 from plait.runtime.parallel.pipeline import Pipeline
 from plait.runtime.training.assemble import build
 from plait.runtime.training.launch import launch
@@ -219,3 +220,44 @@ def test_bytes_are_as_predicted(nursery: Nursery, schedule: str, model: str) -> 
     assert sum(row[6] for row in sent) == plan.dp * boundaries * 8 // plan.dp * 16 * facts.hidden * 4
     exchanged = {row[2] for row in rows} & {"tied gradient", "tied weight"}
     assert bool(exchanged) == (model == "qwen3-tiny" and plan.placement[0] != plan.placement[-1])
+
+
+def leaving(schedule: str) -> list[list[list[Any]]]:
+    """By rank, in order: ["B", stage] for every backward, ["dp", stage] for every sum of gradients of a stage that begins."""
+    plan = Plan(model="llama-tiny", dp=2, pp=2, schedule=schedule, microbatches=4, batch=8, seq=16)
+
+    def main(world: World) -> Any:
+        run, seen = build(plan, world), list[list[Any]]()
+        sink, pipeline = run.sink, run.pipeline
+        assert isinstance(sink, Buckets)
+        start, backward = sink._start, pipeline._backward_input
+
+        def started() -> None:
+            seen.append(["dp", sink._stages[len(sink._handles)]])
+            start()
+
+        def back(stage: int, m: int) -> None:
+            seen.append(["B", stage])
+            backward(stage, m)
+
+        sink._start, pipeline._backward_input = started, back  # type: ignore[method-assign]
+        run.step(rows_of(random_batch(plan, 512), world))
+        return seen
+
+    return launch(main, plan)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_a_stages_gradients_leave_when_its_last_backward_is_done(nursery: Nursery, schedule: str) -> None:
+    """Under the cool-down: those of a rank's later stage while its earlier one has backwards to come; no earlier stage's
+    before its last."""
+    for rank, seen in enumerate(nursery(leaving, schedule)):
+        stages = {stage for _, stage in seen}
+        for stage in stages:
+            first = seen.index(["dp", stage])
+            last = len(seen) - 1 - seen[::-1].index(["B", stage])
+            # Inside the last backward at the earliest, and before anything else is computed.
+            assert last < first, (rank, stage, seen)
+            assert all(kind == "dp" for kind, _ in seen[last + 1 : first]), (rank, stage, seen)
+        if len(stages) == 2:
+            assert seen.index(["dp", max(stages)]) < len(seen) - 1 - seen[::-1].index(["B", min(stages)])
