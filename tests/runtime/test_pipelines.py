@@ -223,7 +223,7 @@ def test_bytes_are_as_predicted(nursery: Nursery, schedule: str, model: str) -> 
 
 
 def leaving(schedule: str) -> list[list[list[Any]]]:
-    """By rank, in order: ["B", stage] for each backward, ["dp", stage] for each sum of a stage's gradients that begins."""
+    """By rank, in order: ["B", stage] for each backward, ["dp", stage] for each sum of its gradients that begins."""
     plan = Plan(model="llama-tiny", dp=2, pp=2, schedule=schedule, microbatches=4, batch=8, seq=16)
 
     def main(world: World) -> Any:
