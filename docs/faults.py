@@ -71,7 +71,7 @@ def others(layout: dict[str, Any]) -> dict[str, Any]:
     """What a layout asks for that changes a right run's numbers: right runs that it is compared with need it too."""
     laid_out = (
         "dp", "tp", "pp", "microbatches", "schedule", "chunks", "zero", "replicas", "keep_gathered", "reduce_every",
-        "recompute", "loss_chunks", "bucket_mb",
+        "recompute", "loss_chunks", "bucket_mb", "dp_method",
     )  # fmt: skip
     return {key: value for key, value in layout.items() if key not in laid_out}
 

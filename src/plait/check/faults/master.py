@@ -13,7 +13,7 @@ LAYOUT = {"dp": 2, "dp_method": "master"}
 
 @planted(
     "The master adds up nobody's gradients but its own.",
-    kind="module", at="the reduced gradient of lm_head.weight", says="the sum over dp is missing", layout=LAYOUT,
+    kind="module", at="the reduced gradient of lm_head.weight", says="lacks microbatch 1", layout=LAYOUT,
 )  # fmt: skip
 def master_adds_nothing() -> None:
     @instead(Master, "sum")
@@ -33,7 +33,7 @@ def master_adds_nothing() -> None:
 
 @planted(
     "The master's new weights are sent, and not taken.",
-    kind="optimizer", at="the published weight of model.embed_tokens.weight", says="as before the update",
+    kind="optimizer", at="the published weight of model.embed_tokens.weight", says="the update does not reach it",
     layout=LAYOUT,
 )  # fmt: skip
 def weights_not_taken() -> None:
