@@ -68,6 +68,11 @@ def covering(
     return found
 
 
+def some(rows: Sequence[dict[str, Any]], each: int = 3) -> list[Any]:
+    """One row in `each`, and the rest with --all-layouts."""
+    return [pytest.param(row, marks=[pytest.mark.rest] * (number % each > 0)) for number, row in enumerate(rows)]
+
+
 def odd(tp: int) -> dict[str, int]:
     """Sizes that divide by nothing, but heads and columns by tp."""
     sizes = {"hidden_size": 35, "intermediate_size": 53, "vocab_size": 97, "num_attention_heads": 5}
