@@ -97,7 +97,11 @@ def alive(changes: dict[str, Any]) -> Any:
         )
         gc.collect()
         held = [tensor for tensors in run.holds.values() for tensor in tensors]
+        # What ranks share is counted apart: World.shared_bytes.
+        shared = world._near.segments.values() if world._near is not None else ()
+        segments = {segment.data.untyped_storage().data_ptr() for segment in shared}
         found = [each for each in gc.get_objects() if isinstance(each, Tensor) and each.device.type == "cpu"]
+        found = [each for each in found if each.untyped_storage().data_ptr() not in segments]
         return [size(held), size([*held, *found]) - size(held)]
 
     return launch(main, plan)

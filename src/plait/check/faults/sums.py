@@ -140,7 +140,7 @@ def gradients_in_bf16() -> None:
 def no_sum_tp_output() -> None:
     @instead(tensor, "_linear")
     def wrong(right: Any, module: Any, row: Any, group: Any, *rest: Any) -> Any:
-        return right(module, row, replace(group, handle=None), *rest)
+        return right(module, row, replace(group, transport=None), *rest)
 
 
 @planted(
@@ -150,7 +150,7 @@ def no_sum_tp_output() -> None:
 def no_sum_tp_embedding() -> None:
     @instead(tensor, "_embedding")
     def wrong(right: Any, module: Any, group: Any, start: int) -> Any:
-        return right(module, replace(group, handle=None), start)
+        return right(module, replace(group, transport=None), start)
 
 
 @planted(
