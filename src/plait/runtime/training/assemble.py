@@ -159,7 +159,8 @@ def _gather_for(
     for unit, share in shares.stored:
         modules: list[nn.Module] = []
         for number in sharding.parameter(unit.names[0]).first.stages_at(place):
-            if unit.block is not None:
+            # A stage may use a weight of a block that is another's.
+            if unit.block in bodies[number].blocks:
                 modules.append(bodies[number].blocks[unit.block])
                 continue
             here = dict(bodies[number].module.named_modules())
