@@ -56,8 +56,8 @@ def draw(seed: int) -> Draw:
             plan |= _pipeline(Random(-1001 - seed), plan, sizes)
             plan |= _uneven(Random(-1 - seed), plan, sizes["num_hidden_layers"])
             plan |= _shares(Random(-2001 - seed), plan, sizes)
-            plan |= _loss_in_chunks(Random(-3001 - seed), plan)
-            plan |= _types(Random(-4001 - seed), plan, sizes)
+            plan |= _loss_in_chunks(Random(-4001 - seed), plan)
+            plan |= _types(Random(-3001 - seed), plan, sizes)
             # Only the first step is also run as shipped: one that trains nothing would show nothing there.
             first = random.choice([kind for kind in KINDS if kind != "nothing"])
             return Draw(
@@ -132,7 +132,7 @@ def _loss_in_chunks(random: Random, plan: dict[str, Any]) -> dict[str, Any]:
     least = min(Plan(**plan).microbatch_rows) * plan["seq"]
     if least < 2 or plan.get("loss_at") == "first" or random.random() < 0.7:
         return {}
-    return {"loss_chunks": random.choice((2, 3, random.randint(2, least)))}
+    return {"loss_chunks": min(least, random.choice((2, 3, random.randint(2, least))))}
 
 
 def _types(random: Random, plan: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:

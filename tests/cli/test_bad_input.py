@@ -87,7 +87,7 @@ def refused(plait: Driver, small: Sequence[object], tmp_path: Path) -> Iterator[
         ("--steps 1.5", "'--steps'"),
         ("--seq 0", "seq cannot be 0"),
         ("--dp 0", "dp cannot be 0"),
-        ("--compute fp8", "'fp32' or 'bf16'"),
+        ("--compute fp8", "'fp32', 'bf16' or 'fp16'"),
         ("--sample -1", "'--sample'"),
         ("--prove -1", "'--prove'"),
         ("again", "unexpected extra argument"),

@@ -332,7 +332,8 @@ def test_all_schedules_are_compared_and_drawn(plait: Driver, tmp_path: Path) -> 
 def test_doctor(plait: Driver) -> None:
     ended = plait.run("doctor")
     assert (ended.code, ended.err) == (0, "")
-    assert re.search(r"^loopback.* ok *$", ended.out, re.MULTILINE)
+    assert re.search(r"^2 ranks, Gloo +ok *$", ended.out, re.MULTILINE)
+    assert re.search(r"^2 ranks, shared memory +ok *$", ended.out, re.MULTILINE)
 
 
 # --- where the ranks run

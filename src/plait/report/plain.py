@@ -17,9 +17,9 @@ import re
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ..design.errors import PlanError
+from ..design.errors import PlanError, listed
 from ..design.plan import Plan
 from ..design.schedule import Action, Kind
 
@@ -71,6 +71,10 @@ def revive(kind: Any, value: Any, place: str) -> Any:
         return _action(value, place)
     if is_dataclass(kind):
         return _object(kind, value, place)
+    if origin is Literal:
+        if value not in inner:
+            raise PlanError(f"{place} must be {listed(map(repr, inner))}.")
+        return value
     if origin is tuple:
         return tuple(_items(inner[0], value, place))
     if origin is dict:

@@ -85,7 +85,7 @@ class Batches:
         self._own, self._size, self._draws = own_rows(plan, rank), plan.batch, 0
         if plan.data_order == "own":
             self._size = plan.batch // plan.dp
-            self._own, self._draws = slice(self._size), OWN * (1 + plan.mesh.coordinate(rank)["dp"])
+            self._own, self._draws = slice(0, self._size), OWN * (1 + plan.mesh.coordinate(rank)["dp"])
         self._packing = packed(training_part(corpus, plan), plan)
         self._rows = self._packing.count
         self._epoch, self._row = 0, 0
