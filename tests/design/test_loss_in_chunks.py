@@ -40,9 +40,10 @@ def test_nothing_of_the_logits_is_kept() -> None:
 
 def test_the_head_s_three_products_are_in_one_place() -> None:
     head = 2 * FACTS.head_weight.elements
-    forward, backward, weights = operations(WHOLE, FACTS, LOSS)
-    assert operations(CHUNKED, FACTS, LOSS) == (forward - head, backward + 2 * head, weights - head)
-    assert operations(CHUNKED, FACTS, 0) == operations(WHOLE, FACTS, 0)
+    sharding = shard(FACTS, WHOLE)
+    forward, backward, weights = operations(WHOLE, FACTS, sharding, LOSS)
+    assert operations(CHUNKED, FACTS, sharding, LOSS) == (forward - head, backward + 2 * head, weights - head)
+    assert operations(CHUNKED, FACTS, sharding, 0) == operations(WHOLE, FACTS, sharding, 0)
 
 
 def test_as_many_bytes_in_more_calls() -> None:

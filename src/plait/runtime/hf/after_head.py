@@ -99,8 +99,12 @@ def after_head(module: Any, blocks: nn.ModuleList) -> AfterHead:
         return AfterHead(why=f"has a {type(head).__name__} for its head, and not a linear layer")
     noting = _Noting()
     handle = head.register_forward_hook(noting.begin)
+    # Angles of positions, which nobody reads then: some classes look at the numbers, and there are none.
+    turned = [part for part in module.modules() if type(part).__name__.endswith("RotaryEmbedding")]
     for block in blocks:
         block.forward = _as_it_came
+    for part in turned:
+        part.forward = _no_angles
     tokens = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad(), noting:
@@ -110,13 +114,17 @@ def after_head(module: Any, blocks: nn.ModuleList) -> AfterHead:
         return AfterHead(why=f"does not run without its blocks ({type(error).__name__}: {said})")
     finally:
         handle.remove()
-        for block in blocks:
-            del block.forward
+        for part in (*blocks, *turned):
+            del part.forward
     if noting.why:
         return AfterHead(why=noting.why)
     if logits is not noting.now:
         return AfterHead(why="returns something else than what its head gave")
     return AfterHead(tuple(noting.steps))
+
+
+def _no_angles(*args: Any, **kwargs: Any) -> tuple[None, None]:
+    return None, None
 
 
 def _as_it_came(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
