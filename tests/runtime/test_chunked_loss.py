@@ -55,6 +55,7 @@ def test_a_covering_set_equals_one_process(nursery: Nursery, tiny: Models, layou
      ("gemma3-tiny", {"pp": 2, "schedule": "zb-v"}), ("qwen3-tiny", {"tp": 2, "dp": 2, "zero": 3}),
      ("qwen3-tiny", {"pp": 2, "dp": 2, "zero": 2, "schedule": "zb-h1"}), ("gpt2-tiny", {"tp": 2}),
      ("mixtral-tiny", {"tp": 2}), ("llama-tiny", {"dp": 2, "zero": 2, "compute": "bf16"}),
+     ("llama-tiny", {"dp": 2, "compute": "fp16"}),
      ("phi3-tiny", {"split_backward": True}), ("mistral-tiny", {"pp": 2, "schedule": "auto", "attention": "own"})],
     ids=str,
 )  # fmt: skip

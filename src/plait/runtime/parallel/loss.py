@@ -240,7 +240,8 @@ class _Later(Function):
         (hidden,) = ctx.saved_tensors
         ctx.loss.need()
         gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        ctx.share.copy_(ctx.loss.over(hidden, ctx.batch, ctx.inverse_weight * grads[0], gradient))
+        # What a backward begins with, fp16's scale, is in the gradients and not in the loss.
+        ctx.share.copy_(ctx.loss.over(hidden, ctx.batch, ctx.inverse_weight * grads[0], gradient) / grads[0])
         return gradient, None, None, None
 
 
