@@ -321,8 +321,9 @@ def losses(folder: Path) -> list[float]:
 @pytest.mark.skipif(not may_unshare(), reason="needs ip (iproute2) and the right to make network namespaces")
 @pytest.mark.parametrize(
     "layout",
-    [("--dp", 4, "--zero", 3, "--replicas", 2), ("--dp", 2, "--tp", 2, "--zero", 1),
-     ("--dp", 2, "--pp", 2, "--zero", 3, "--microbatches", 2)],
+    [("--dp", 4, "--zero", 3, "--replicas", 2),
+     pytest.param(("--dp", 2, "--tp", 2, "--zero", 1), marks=pytest.mark.rest),
+     pytest.param(("--dp", 2, "--pp", 2, "--zero", 3, "--microbatches", 2), marks=pytest.mark.rest)],
     ids=lambda words: "".join(map(str, words)),
 )  # fmt: skip
 def test_two_nodes_under_torchrun(
