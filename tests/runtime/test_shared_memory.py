@@ -23,6 +23,7 @@ from plait.runtime.comm.collectives import (
     all_gather,
     all_reduce,
     all_reduced,
+    barrier,
     gather_shares,
     receive,
     reduce_scatter,
@@ -169,6 +170,7 @@ def places(_: str) -> Any:
                     ]
                     for handle in handles:
                         handle.wait()
+                    barrier(world)  # nobody begins a step before all have taken what stood there in the last
                 used.append(near.used)
             return used
 
@@ -177,8 +179,8 @@ def places(_: str) -> Any:
 
 def test_places_are_used_again(nursery: Nursery) -> None:
     for first, later in nursery(places, ""):
-        # Two steps may be under way at once: a rank may be one ahead of the other.
-        assert later == first <= 2 * 2 * (4 * 6009)
+        # One step's places, each up to a quarter larger than what it holds, and those of small messages.
+        assert 4 * 6009 <= first <= later <= 1.25 * 4 * 6009 + 5 * 64
 
 
 def ends(kind: str) -> Any:

@@ -51,6 +51,10 @@ class Row:
         row = self.row(rank)
         return self.near.segments[rank].words[row + word] if row else 0
 
+    def all_say(self, word: int, least: int) -> bool:
+        """Whether a word of everyone else's has come so far."""
+        return all(self.says(rank, word) >= least for rank in self.others)
+
     def say(self, word: int, value: int) -> None:
         self.near.own.words[self._at + word] = value
 
@@ -72,7 +76,7 @@ class Posts(Row):
 
     def taken(self, sequence: int) -> bool:
         """Whether all have taken a post."""
-        return all(self.says(rank, TAKEN) >= sequence for rank in self.others)
+        return self.all_say(TAKEN, sequence)
 
     def post(self, x: Tensor, tag: int = 0) -> int:
         """Shares what x is now; gives the place."""
@@ -111,9 +115,6 @@ class Channel(Posts):
         # This rank reads its own post, too.
         return self.ended >= sequence and super().taken(sequence)
 
-    def all_have(self, word: int, sequence: int) -> bool:
-        return all(self.says(rank, word) >= sequence for rank in self.others)
-
     def places(self, sequence: int, size: int) -> list[int]:
         """Where everyone's post of that number stands, in the order of the group; all have posted it."""
         found = []
@@ -124,14 +125,15 @@ class Channel(Posts):
         return found
 
     def begin(self, advance: Callable[[], bool]) -> Call:
-        """A call was posted; `advance` does what can be done for it, and says whether that was the last."""
+        """A call was posted; once everyone has posted it `advance` does what can be done, and says whether that was the
+        last."""
         self._under_way.append(advance)
         self.near.active[self] = self._all_ended
         return Call(self, self.posted)
 
     def go_on(self) -> int:
         """Does what can be done: the number of the last call that has ended."""
-        while self._under_way and self._under_way[0]():
+        while self._under_way and self.all_say(POSTED, self.ended + 1) and self._under_way[0]():
             self._under_way.popleft()
             self.ended += 1
             self.say(TAKEN, self.ended)

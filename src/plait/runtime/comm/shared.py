@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...design.layout import balanced
 from .posts import Channel, Done, Inbox, Message, Outbox
-from .segment import POSTED, SUMMED, Neighbours
+from .segment import SUMMED, Neighbours
 from .transport import Op, Work
 
 FEW = 1 << 16
@@ -65,8 +65,6 @@ class SharedMemory:
             return channel.begin(self._in_pieces(sequence, flat, combine))
 
         def advance() -> bool:
-            if not channel.all_have(POSTED, sequence):
-                return False
             _combined(self._views(sequence, flat), combine, flat)
             return True
 
@@ -80,15 +78,13 @@ class SharedMemory:
         def advance() -> bool:
             nonlocal done
             if not done:
-                if not channel.all_have(POSTED, sequence):
-                    return False
                 posts, own = self._views(sequence, flat), slice(*spans[index])
                 _combined([post[own] for post in posts], combine, flat[own])
                 # Nobody else reads this rank's post there.
                 posts[index][own].copy_(flat[own])
                 channel.summed(sequence)
                 done = True
-            if not channel.all_have(SUMMED, sequence):
+            if not channel.all_say(SUMMED, sequence):
                 return False
             for place, post in enumerate(self._views(sequence, flat)):
                 if place != index:
@@ -107,8 +103,6 @@ class SharedMemory:
             own.copy_(share.view(-1))
 
         def advance() -> bool:
-            if not channel.all_have(POSTED, sequence):
-                return False
             for place, post in enumerate(self._views(sequence, own)):
                 if place != channel.index:
                     flat[place * count :][:count].copy_(post)
@@ -122,8 +116,6 @@ class SharedMemory:
         sequence = channel.posted
 
         def advance() -> bool:
-            if not channel.all_have(POSTED, sequence):
-                return False
             start = channel.index * count
             pieces = [post[start : start + count] for post in self._views(sequence, x)]
             in_place = share.dtype == x.dtype and not add
