@@ -1,0 +1,204 @@
+"""`plait train --save-every N` ends, by itself or not, and `--resume` goes on with it: the lines of metrics are those
+of a run that was never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.commands import Driver, until
+
+SAVES = ("--steps", 8, "--save-every", 2)
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in lines(out)]
+
+
+def checkpoints(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "checkpoints").iterdir())
+
+
+@pytest.fixture(scope="module")
+def straight(plait: Driver, small: Sequence[object], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("straight") / "run"
+    ended = plait.run(*small, *SAVES, "--dp", 2, "--out", out)
+    assert (ended.code, ended.err) == (0, "")
+    return out
+
+
+def test_a_run_leaves_the_newest_checkpoints(straight: Path) -> None:
+    assert checkpoints(straight) == ["latest", "step-00000006", "step-00000008"]
+    assert (straight / "checkpoints" / "latest").read_text().split()[0] == "step-00000008"
+
+
+def test_a_run_goes_on_in_place(plait: Driver, small: Sequence[object], straight: Path, tmp_path: Path) -> None:
+    """The very bits: losses, and both files of the last checkpoint, whose digests cover every number of theirs."""
+    out = tmp_path / "run"
+    assert plait.run(*small, *SAVES, "--dp", 2, "--out", out, "--stop-after", 5).code == 0
+    assert checkpoints(out) == ["latest", "step-00000004", "step-00000005"]
+    ended = plait.run("train", "--resume", "auto", "--out", out, "--sample", 0)
+    assert (ended.code, ended.err) == (0, "")
+    assert f"going on from {out / 'checkpoints' / 'step-00000005'}" in ended.out
+    assert losses(out) == losses(straight)
+    for name in ("rank-00000.safetensors", "rank-00001.safetensors", "index.json"):
+        here, there = (run / "checkpoints" / "step-00000008" / name for run in (out, straight))
+        assert here.read_bytes() == there.read_bytes(), name
+
+
+def test_a_run_that_was_killed_goes_on_in_another_layout(
+    plait: Driver, small: Sequence[object], straight: Path, tmp_path: Path
+) -> None:
+    """Steps that are run again replace what they left, the samples too; the run is its checkpoint's, but for the
+    flags."""
+    out = tmp_path / "run"
+    slow = "import time\nimport plait.runtime.training.step as step\nold = step.Run.step\n"
+    slow += "step.Run.step = lambda *a, **b: (time.sleep(0.3), old(*a, **b))[1]\n"
+    command = plait.start(*small, *SAVES, "--dp", 2, "--out", out, "--sample-every", 1, "--sample", 2, before=slow)
+    until(lambda: (out / "metrics.jsonl").exists() and len(lines(out)) >= 5, lambda: command.read("err"))
+    for pid in command.processes():
+        os.kill(pid, signal.SIGKILL)
+    command.ended()
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "loss": 1.0, "gr')
+    ended = plait.run("train", "--resume", out, "--dp", 1, "--pp", 2, "--microbatches", 2, "--sample", 2)
+    assert ended.code == 0, ended.err
+    assert [line["step"] for line in lines(out)] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert losses(out) == pytest.approx(losses(straight), abs=2e-6)
+    samples = [json.loads(line)["step"] for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert samples == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_ends(
+    plait: Driver, small: Sequence[object], tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    out = tmp_path / "run"
+    command = plait.start(*small, "--steps", 100000, "--save-every", 100000, "--dp", 2, "--out", out)
+    command.stepping(out / "metrics.jsonl")
+    begun = time.monotonic()
+    os.kill(command.pid, number)
+    ended = command.ended()
+    assert ended.code == code, ended.err
+    assert time.monotonic() - begun < 10
+    taken = lines(out)[-1]["step"]
+    assert checkpoints(out) == ["latest", f"step-{taken:08}"]
+    assert f"ended after step {taken} by a signal" in ended.out
+
+
+def test_a_signal_to_every_process_does_the_same(plait: Driver, small: Sequence[object], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = plait.start(*small, "--steps", 100000, "--save-every", 100000, "--dp", 2, "--out", out)
+    command.stepping(out / "metrics.jsonl")
+    os.killpg(command.pid, signal.SIGTERM)
+    assert command.ended().code == 143
+    assert checkpoints(out) == ["latest", f"step-{lines(out)[-1]['step']:08}"]
+
+
+def test_a_second_signal_ends_at_once(plait: Driver, small: Sequence[object], tmp_path: Path) -> None:
+    """Whatever the ranks do: here they are stopped."""
+    out = tmp_path / "run"
+    command = plait.start(*small, "--steps", 100000, "--save-every", 100000, "--dp", 2, "--out", out)
+    command.stepping(out / "metrics.jsonl")
+    for pid in command.ranks(2):
+        os.kill(pid, signal.SIGSTOP)
+    os.kill(command.pid, signal.SIGTERM)
+    time.sleep(0.3)
+    os.kill(command.pid, signal.SIGTERM)
+    assert command.ended().code == 143
+    assert command.processes() == []
+
+
+def test_minutes_end_a_run(plait: Driver, small: Sequence[object], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    ended = plait.run(*small, "--steps", 100000, "--out", out, "--max-minutes", 0.01)
+    assert ended.code == 0, ended.err
+    assert "by --max-minutes 0.01" in ended.out
+    assert checkpoints(out) == ["latest", f"step-{lines(out)[-1]['step']:08}"]
+
+
+def test_p096_what_a_killed_save_left_is_cleared(plait: Driver, small: Sequence[object], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    left = out / "checkpoints" / "step-00000002.partial"
+    left.mkdir(parents=True)
+    (left / "rank-00000.safetensors").write_bytes(b"half")
+    ended = plait.run(*small, *SAVES, "--out", out, "--resume", "auto", "--stop-after", 2)
+    assert ended.code == 0, ended.err
+    assert ended.seconds < 30
+    assert checkpoints(out) == ["latest", "step-00000002"]
+
+
+def test_a_finished_run_is_not_begun_again(plait: Driver, straight: Path) -> None:
+    before = (straight / "metrics.jsonl").read_bytes()
+    ended = plait.run("train", "--resume", straight)
+    assert (ended.code, ended.out) == (0, f"{straight} has taken all of its 8 steps.\n")
+    assert (straight / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_finished_run_may_be_made_longer_elsewhere(plait: Driver, straight: Path, tmp_path: Path) -> None:
+    """From any of its checkpoints; the run itself stays as it is."""
+    before = (straight / "metrics.jsonl").read_bytes()
+    place = straight / "checkpoints" / "step-00000006"
+    ended = plait.run("train", "--resume", place, "--out", tmp_path / "new", "--steps", 9, "--sample", 0)
+    assert ended.code == 0, ended.err
+    assert [line["step"] for line in lines(tmp_path / "new")] == [7, 8, 9]
+    assert (straight / "metrics.jsonl").read_bytes() == before
+    assert checkpoints(straight) == ["latest", "step-00000006", "step-00000008"]
+
+
+REFUSED: list[tuple[Sequence[object], Sequence[str]]] = [
+    (("--batch", 8), ("batch 8 would change the rows of a step", "began with 4")),
+    (("--seq", 16), ("seq 16",)),
+    (("--seed", 8), ("seed 8", "the order of the rows")),
+    (("--packing", "sorted"), ("packing sorted",)),
+    (("--data-order", "own"), ("data_order own",)),
+    (("--eval-every", 2), ("holds out no document", "0.01 of the documents")),
+    (("--freeze", "*norm*"), ("trained, and here it is frozen", "freeze")),
+    (("qwen3-tiny",), ("configs differ in", "model_type")),
+    (("--tp", 3), ("tp 3 does not divide",)),
+    (("--overwrite",), ("give one of the two",)),
+]
+
+
+@pytest.mark.parametrize(("flags", "words"), REFUSED, ids=lambda one: str(one[0]).strip("-"))
+def test_what_cannot_change_is_refused(
+    plait: Driver, straight: Path, flags: Sequence[object], words: Sequence[str]
+) -> None:
+    plait.run("train", *flags, "--resume", straight, "--steps", 20).refused(*words)
+
+
+def test_another_text_is_refused(plait: Driver, straight: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("other words\n" * 400)
+    ended = plait.run("train", "--resume", straight, "--data", other, "--steps", 9, "--out", tmp_path / "run")
+    assert ended.code == 2
+    assert "another text" in ended.err
+
+
+def test_nothing_to_resume_is_refused(plait: Driver, straight: Path, tmp_path: Path) -> None:
+    plait.run("train", "--resume", tmp_path / "none").refused("There is no directory", "--save-every")
+    plait.run("train", "--resume", tmp_path).refused("holds no checkpoint")
+    plait.run("train", "--resume", "auto").refused("--out")
+
+
+def test_of_two_that_go_on_with_a_run_one_is_refused(
+    plait: Driver, small: Sequence[object], tmp_path: Path
+) -> None:  # fmt: skip
+    out = tmp_path / "run"
+    assert plait.run(*small, *SAVES, "--out", out, "--stop-after", 2).code == 0
+    first = plait.start("train", "--resume", out, "--steps", 100000, "--sample", 0)
+    until(lambda: lines(out)[-1]["step"] > 2, lambda: first.read("err"))
+    plait.run("train", "--resume", out, "--steps", 100000).refused("Another run is writing to")
+    os.kill(first.pid, signal.SIGTERM)
+    assert first.ended().code == 143

@@ -1,0 +1,115 @@
+"""A run that is saved and gone on with is the run that was never stopped: bit by bit in one layout, and wide in any
+other."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import Models
+from tests.nursery import Nursery
+from tests.runtime.saving import part_of_run, whole
+
+SAME: list[tuple[int, dict[str, Any]]] = [
+    (10, {}),
+    (10, {"dp": 2, "zero": 3, "compute": "bf16"}),
+    (3, {"dp": 2, "tp": 2, "pp": 2, "microbatches": 2}),
+    (5, {"dp": 3, "zero": 1, "compute": "fp16", "initial_loss_scale": 2.0**24, "loss_scale_window": 3}),
+    (3, {"dp": 4, "zero": 2, "replicas": 2, "freeze": "*norm*,model.layers.1.*"}),
+    (2, {"pp": 2, "schedule": "zb-v", "microbatches": 4, "dp": 2, "zero": 3}),
+    (3, {"dp": 2, "dp_method": "master"}),
+]
+
+
+@pytest.mark.parametrize(("half", "layout"), SAME, ids=str)
+def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(
+    nursery: Nursery, tiny: Models, tmp_path: Path, half: int, layout: dict[str, Any]
+) -> None:
+    """Weights, moments, losses, norms, learning rates and the loss scale, on every rank."""
+    model, a, b = tiny(), str(tmp_path / "a"), str(tmp_path / "b")
+    straight = nursery(part_of_run, model, layout, a, 0, 2 * half)
+    first = nursery(part_of_run, model, layout, b, 0, half)
+    second = nursery(part_of_run, model, layout, b, half, 2 * half)
+    assert first["losses"] + second["losses"] == straight["losses"]
+    assert second["keeps"] == straight["keeps"]
+    assert second["scale"] == straight["scale"]
+    assert first["keeps"] != straight["keeps"]
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1": {},
+    "dp2.pp2": {"dp": 2, "pp": 2, "microbatches": 3},
+    "dp3.zero1": {"dp": 3, "zero": 1},
+    "tp2": {"tp": 2},
+    "dp2.zero3": {"dp": 2, "zero": 3},
+    "pp4": {"pp": 4, "microbatches": 4, "schedule": "zb-h1"},
+    "dp2.tp2": {"dp": 2, "tp": 2},
+    "pp2": {"pp": 2, "schedule": "interleaved", "microbatches": 2},
+    "dp4": {"dp": 4},
+    "tp2.pp2": {"tp": 2, "pp": 2, "microbatches": 2},
+    "dp2": {"dp": 2},
+    "dp2.tp2.pp2": {"dp": 2, "tp": 2, "pp": 2, "microbatches": 2},
+}
+STEPS = 2
+
+
+def assert_same_bits(one: Path, other: Path) -> None:
+    """Two checkpoints hold the same numbers, wherever they stand in their files."""
+    found, wanted = whole(one), whole(other)
+    assert found.keys() == wanted.keys()
+    for key, tensor in found.items():
+        assert torch.equal(tensor, wanted[key]), key
+
+
+def assert_close(one: Path, other: Path) -> None:
+    found, wanted = whole(one), whole(other)
+    for key, tensor in found.items():
+        bound = 1e-9 * wanted[key].abs().max() + 1e-14
+        assert (tensor - wanted[key]).abs().max() <= bound, key
+
+
+def test_a_run_goes_through_all_layouts(nursery: Nursery, tiny: Models, tmp_path: Path) -> None:
+    """P078: two steps in each, saved and loaded in between, and back to the first: as one process takes them all. What a
+    layout has loaded it would save with the same bits."""
+    model, ring = tiny(tie_word_embeddings=True), [*LAYOUTS, "1"]
+    count = STEPS * len(ring)
+    straight = nursery(part_of_run, model, {}, str(tmp_path / "straight"), 0, count, True)
+    losses = []
+    for hop, layout in enumerate(ring):
+        begin = STEPS * hop
+        again = str(tmp_path / "again" / layout)
+        (tmp_path / "again").mkdir(exist_ok=True)
+        run = nursery(part_of_run, model, LAYOUTS[layout], str(tmp_path / "ring"), begin, begin + STEPS, True, again)
+        losses += run["losses"]
+        if begin:
+            place = f"step-{begin:08}"
+            assert_same_bits(Path(again) / place, tmp_path / "ring" / place)
+    for (loss, norm, lr), (wanted, norm_wanted, lr_wanted) in zip(losses, straight["losses"], strict=True):
+        assert loss == pytest.approx(wanted, rel=1e-9)
+        assert norm == pytest.approx(norm_wanted, rel=1e-9)
+        assert lr == lr_wanted
+    assert_close(tmp_path / "ring" / f"step-{count:08}", tmp_path / "straight" / f"step-{count:08}")
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_every_layout_goes_on_from_every_other(
+    nursery: Nursery, tiny: Models, tmp_path: Path, source: str
+) -> None:  # fmt: skip
+    model, saved = tiny(tie_word_embeddings=True), tmp_path / "saved"
+    straight = nursery(part_of_run, model, {}, str(tmp_path / "straight"), 0, 2 * STEPS, True)
+    nursery(part_of_run, model, LAYOUTS[source], str(saved), 0, STEPS, True)
+    place, end = f"step-{STEPS:08}", f"step-{2 * STEPS:08}"
+    for _, target in (pair for pair in permutations(LAYOUTS, 2) if pair[0] == source):
+        again = tmp_path / "again" / target
+        again.parent.mkdir(exist_ok=True)
+        run = nursery(part_of_run, model, LAYOUTS[target], str(saved), STEPS, 2 * STEPS, True, str(again))
+        assert_same_bits(again / place, saved / place)
+        assert [loss for loss, *_ in run["losses"]] == pytest.approx(
+            [loss for loss, *_ in straight["losses"][STEPS:]], rel=1e-9
+        ), target
+        assert_close(saved / end, tmp_path / "straight" / end)
