@@ -53,7 +53,7 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    path.mkdir(exist_ok=True)
+    path.mkdir()
 
 
 def rename(old: Path, new: Path) -> None:

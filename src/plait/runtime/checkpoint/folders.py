@@ -120,6 +120,7 @@ def remove(folder: Path) -> None:
     if nameless.exists():
         erase(nameless)
     disk.rename(folder, nameless)
+    disk.sync_folder(folder.parent)
     erase(nameless)
 
 
@@ -146,7 +147,8 @@ def point(folder: Path, digest: str) -> None:
     """Moves the pointer to a checkpoint."""
     pointer = folder.parent / LATEST
     new = pointer.with_name(LATEST + PARTIAL)
-    new.unlink(missing_ok=True)
+    if new.exists():
+        disk.unlink(new)
     fd = disk.create(new)
     with open(fd, "wb"):
         disk.write(fd, [memoryview(f"{folder.name} {digest}\n".encode())], new)

@@ -10,6 +10,7 @@ value, names of files lead nowhere but to files beside it, and boxes must tile t
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -155,10 +156,9 @@ def text_of(file: Path) -> bytes:
     except OSError as error:
         raise DamagedError(file, f"it cannot be read ({(error.strerror or str(error)).lower()})") from None
     with open(fd, "rb") as raw:
-        text = raw.read(LARGEST + 1)
-    if len(text) > LARGEST:
-        raise DamagedError(file, f"it has more than {LARGEST:,} bytes")
-    return text
+        if os.fstat(fd).st_size > LARGEST:
+            raise DamagedError(file, f"it has more than {LARGEST:,} bytes")
+        return raw.read(LARGEST)
 
 
 def read(folder: Path) -> Index:

@@ -102,8 +102,13 @@ def load(folder: Path, index: Index, targets: Iterable[Target]) -> None:
         wanted.setdefault((target.name, target.quantity), []).append(target)
     with Files(folder) as files, torch.no_grad(), torch._C.DisableTorchFunction():
         for file in index.files:
-            for one in file.slices:
-                _move(files, file, one, wanted.get((one.name, one.quantity), ()))
+            needed = [
+                (one, wanted[one.name, one.quantity]) for one in file.slices if (one.name, one.quantity) in wanted
+            ]
+            if needed:
+                files.check_header(file)
+            for one, there in needed:
+                _move(files, file, one, there)
 
 
 def _move(files: Files, file: SavedFile, one: Saved, targets: Iterable[Target]) -> None:

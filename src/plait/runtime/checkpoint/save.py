@@ -40,6 +40,14 @@ class SaveError(Exception):
     """A checkpoint could not be written."""
 
 
+class RefusedError(Exception):
+    """A rank could not do its part: which, and why."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"rank {rank}: {why}")
+        self.why = why
+
+
 def said(error: OSError) -> str:
     """What went wrong with a file, in words."""
     return f"{error.filename or 'the disk'}: {(error.strerror or str(error)).lower()}"
@@ -83,7 +91,9 @@ def write_file(folder: Path, layout: FileLayout, slices: Iterable[memoryview]) -
 
 def prepare(folder: Path) -> None:
     """Makes the folder that a checkpoint is written to before it bears its name, and clears what was left there."""
-    disk.make_folder(folder.parent)
+    if not folder.parent.exists():
+        disk.make_folder(folder.parent)
+        disk.sync_folder(folder.parent.parent)
     for left in folders.leftovers(folder.parent):
         folders.erase(left) if left.is_dir() else disk.unlink(left)
     disk.make_folder(partial(folder))
@@ -124,7 +134,7 @@ def commit(folder: Path, index: Index, keep: int) -> None:
 
 
 def agreed(world: World, error: str | None, numbers: list[int]) -> list[list[int]]:
-    """Everyone's numbers, by rank; a `SaveError` on all ranks where any has an error to tell: of the first that has.
+    """Everyone's numbers, by rank; a `RefusedError` on all ranks where any has an error to tell: of the first that has.
     All ranks must ask."""
     words = (error or "").encode()[:WORDS]
     mine = torch.zeros(2 + WORDS, dtype=torch.int64)
@@ -134,7 +144,7 @@ def agreed(world: World, error: str | None, numbers: list[int]) -> list[list[int
     for rank, one in enumerate(told):
         if one[0]:
             text = bytes(byte for byte in one[2:].tolist() if byte).decode(errors="replace")
-            raise SaveError(f"rank {rank}: {text}")
+            raise RefusedError(rank, text)
     counts = told[:, 1].tolist()
     padded = torch.zeros(max(counts), dtype=torch.int64)
     padded[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
@@ -170,13 +180,15 @@ def save(
         attempt(world, lambda: prepare(folder) if first else None)
         checksums = attempt(world, own_file)
         attempt(world, lambda: commit(folder, index_of(index, contents, checksums), keep) if first else None)
-    except SaveError:
-        if first:
-            give_up(folder)
-        raise
+    except RefusedError as refusal:
+        raise failed(folder, index, refusal, clear=first) from None
 
 
-def give_up(folder: Path) -> None:
-    """Removes what was written of a checkpoint, if the disk lets it."""
-    with suppress(OSError):
-        folders.erase(partial(folder))
+def failed(folder: Path, index: Index, why: RefusedError, *, clear: bool) -> SaveError:
+    """What is raised for a checkpoint that could not be written, of which nothing is left behind if the disk lets it."""
+    if clear:
+        with suppress(OSError):
+            folders.erase(partial(folder))
+    left = next((old.name for old in folders.steps(folder.parent) if old != folder), None)
+    kept = f"{left} is kept" if left else "no checkpoint is there"
+    return SaveError(f"the checkpoint of step {index.progress.step} cannot be written ({why}); {kept}")

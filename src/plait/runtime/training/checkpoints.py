@@ -22,7 +22,7 @@ from ..checkpoint import folders
 from ..checkpoint.contents import Contents
 from ..checkpoint.index import Index, Progress, TensorShape
 from ..checkpoint.load import TYPES, Target, load, refuse_other_tensors
-from ..checkpoint.save import SaveError, agreed, save
+from ..checkpoint.save import RefusedError, agreed, save
 from ..comm.collectives import all_reduce
 from ..comm.interruption import Interruption
 from .step import Run
@@ -110,8 +110,8 @@ class Checkpoints:
             try:
                 with run.world.ledger.aside():
                     agreed(run.world, error, [])
-            except SaveError as refusal:
-                wrong.append(str(refusal).partition(": ")[2])
+            except RefusedError as refusal:
+                wrong.append(refusal.why)
                 continue
             self.saved = run.done
             return folder, wrong
