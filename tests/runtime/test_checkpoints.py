@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from plait.design.plan import Plan
+from plait.runtime.checkpoint import folders
+from plait.runtime.comm.world import World
+from plait.runtime.training.assemble import build
+from plait.runtime.training.checkpoints import Checkpoints
+from plait.runtime.training.launch import batches, launch
 from tests.conftest import Models
 from tests.nursery import Nursery
 from tests.runtime.saving import part_of_run, whole
+from tests.runtime.test_layouts import name
 
 SAME: list[tuple[int, dict[str, Any]]] = [
     (10, {}),
@@ -113,3 +120,83 @@ def test_every_layout_goes_on_from_every_other(
             [loss for loss, *_ in straight["losses"][STEPS:]], rel=1e-9
         ), target
         assert_close(saved / end, tmp_path / "straight" / end)
+
+
+def ids_read(text: str, layout: dict[str, Any], folder: str, stop: int) -> list[list[int]]:
+    """The sample ids of every step until `stop`, over all ranks of dp, from the newest checkpoint on."""
+    plan = Plan(model="llama-tiny", data=text, tokenizer="bytes", batch=12, seq=16, epochs=2, **layout)
+
+    def main(world: World) -> Any:
+        rows = batches(plan, world)
+        run = build(plan, world, steps=rows.steps_total)
+        checkpoints = Checkpoints(run, rows, Path(folder) / folders.FOLDER)
+        found, _ = folders.whole(Path(folder))
+        if found:
+            checkpoints.load(found)
+        read = []
+        while run.done < min(stop, rows.steps_total):
+            batch = next(rows)
+            run.step(batch)
+            read.append(batch.sample_ids.tolist())
+        checkpoints.save()
+        return read
+
+    ranks = launch(main, plan)
+    return [[one for rank in ranks for one in rank[step]] for step in range(len(ranks[0]))]
+
+
+@pytest.mark.parametrize("second", [{"dp": 4}, {"dp": 2, "zero": 3}, {"dp": 3}, {}], ids=name)
+def test_p087_every_row_is_read_once_an_epoch_across_a_resume(
+    nursery: Nursery, tmp_path: Path, second: dict[str, Any]
+) -> None:
+    """Two epochs of two steps, stopped in the middle of the first."""
+    text = tmp_path / "text.txt"
+    text.write_text("x" * (24 * 16))
+    first = nursery(ids_read, str(text), {"dp": 4}, str(tmp_path), 1)
+    then = nursery(ids_read, str(text), second, str(tmp_path), 100)
+    assert [len(ids) for ids in first + then] == [12, 12, 12, 12]
+    assert sorted(first[0] + then[0]) == sorted(then[1] + then[2]) == list(range(24))
+    straight = nursery(ids_read, str(text), {}, str(tmp_path / "straight"), 100)
+    assert [sorted(ids) for ids in first + then] == [sorted(ids) for ids in straight]
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_p062_frozen_weights_are_saved(nursery: Nursery, tiny: Models, tmp_path: Path, zero: int) -> None:
+    """They are not what a seed draws: the run goes on from a checkpoint with other numbers in them."""
+    layout = {"dp": 2, "zero": zero, "freeze": "model.layers.[01].*"}
+    nursery(part_of_run, tiny(), {**layout, "seed": 1}, str(tmp_path / "a"), 0, 2)
+    straight = nursery(part_of_run, tiny(), {**layout, "seed": 1}, str(tmp_path / "b"), 0, 3)
+    resumed = nursery(part_of_run, tiny(), {**layout, "seed": 2}, str(tmp_path / "a"), 2, 3)
+    assert resumed["keeps"] == straight["keeps"]
+    assert resumed["losses"] == straight["losses"][2:]
+
+
+def test_p043_a_saved_vocabulary_has_its_own_rows(nursery: Nursery, tiny: Models, tmp_path: Path) -> None:
+    nursery(part_of_run, tiny(vocab_size=97), {"dp": 2, "zero": 3}, str(tmp_path / "a"), 0, 1)
+    assert whole(tmp_path / "a" / "step-00000001")["lm_head.weight.weight"].shape == (97, 32)
+
+
+def test_p069_what_is_tied_is_saved_once_and_what_is_not_by_itself(
+    nursery: Nursery, tiny: Models, tmp_path: Path
+) -> None:  # fmt: skip
+    for tied in (True, False):
+        folder = tmp_path / str(tied)
+        nursery(part_of_run, tiny(tie_word_embeddings=tied), {"pp": 2}, str(folder), 0, 1)
+        names = {key.rpartition(".")[0] for key in whole(folder / "step-00000001")}
+        assert ("lm_head.weight" in names) == (not tied)
+        assert "model.embed_tokens.weight" in names
+
+
+def test_a_narrow_run_goes_on_wide_and_back(nursery: Nursery, tiny: Models, tmp_path: Path) -> None:
+    """bf16 keeps fp32 weights, which is what is saved: fp32 goes on with those, not with what was computed with."""
+    nursery(part_of_run, tiny(), {"compute": "bf16", "dp": 2}, str(tmp_path / "a"), 0, 2)
+    place = tmp_path / "a" / "step-00000002"
+    saved = whole(place)
+    assert all(tensor.dtype == torch.float32 for tensor in saved.values())
+    weights = [tensor for key, tensor in saved.items() if key.endswith(".weight")]
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights)
+    (tmp_path / "again").mkdir()
+    for compute in ("fp32", "bf16"):
+        again = tmp_path / "again" / compute
+        nursery(part_of_run, tiny(), {"compute": compute}, str(tmp_path / "a"), 2, 2, False, str(again))
+        assert_same_bits(again / place.name, place)

@@ -91,9 +91,9 @@ def write_file(folder: Path, layout: FileLayout, slices: Iterable[memoryview]) -
 
 def prepare(folder: Path) -> None:
     """Makes the folder that a checkpoint is written to before it bears its name, and clears what was left there."""
-    if not folder.parent.exists():
-        disk.make_folder(folder.parent)
-        disk.sync_folder(folder.parent.parent)
+    for place in reversed([place for place in folder.parents if not place.exists()]):
+        disk.make_folder(place)
+        disk.sync_folder(place.parent)
     for left in folders.leftovers(folder.parent):
         folders.erase(left) if left.is_dir() else disk.unlink(left)
     disk.make_folder(partial(folder))
