@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ def losses(out: Path) -> list[float]:
 
 
 def checkpoints(out: Path) -> list[str]:
-    return sorted(path.name for path in (out / "checkpoints").iterdir())
+    return sorted(path.name for path in (out / "checkpoints").iterdir() if path.name != "tokenizer")
 
 
 @pytest.fixture(scope="module")
@@ -202,3 +203,51 @@ def test_of_two_that_go_on_with_a_run_one_is_refused(
     plait.run("train", "--resume", out, "--steps", 100000).refused("Another run is writing to")
     os.kill(first.pid, signal.SIGTERM)
     assert first.ended().code == 143
+
+
+def test_what_is_kept_is_shown_verified_and_exported(plait: Driver, straight: Path, tmp_path: Path) -> None:
+    shown = plait.run("checkpoint", "show", straight)
+    assert (shown.code, shown.err) == (0, "")
+    newest, older = shown.out.splitlines()
+    assert newest.startswith(
+        "step-00000008  step 8 of 8, llama-tiny, 0.3 M parameters, 2.9 MiB in 2 files, written over "
+    )
+    assert older.startswith("step-00000006  step 6 of 8")
+    alone = plait.run("checkpoint", "show", straight / "checkpoints" / "step-00000006")
+    assert "data at epoch 0, row 24" in alone.out
+    assert "39 tensors, 0 of them frozen" in alone.out
+    verified = plait.run("checkpoint", "verify", straight)
+    assert verified.code == 0
+    assert [line.split(":")[0] for line in verified.out.splitlines()] == [
+        "step-00000008  whole",
+        "step-00000006  whole",
+    ]
+    ended = plait.run("export", straight, tmp_path / "model", "--dtype", "bf16")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.splitlines()[-1] == f"serve it with: vllm serve {tmp_path / 'model'}"
+    assert {file.name for file in (tmp_path / "model").iterdir()} == {
+        "model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"
+    }  # fmt: skip
+    # A model directory like any other: it is trained further with its own tokenizer.
+    trained = plait.run("train", tmp_path / "model", "--steps", 1, "--sample", 0, "--out", tmp_path / "more")
+    assert trained.code == 0, trained.err
+    assert "the model's own tokenizer" in trained.out
+
+
+def test_verify_names_what_is_damaged(plait: Driver, straight: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(straight, tmp_path / "run"))
+    file = run / "checkpoints" / "step-00000008" / "rank-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[20] ^= 1
+    file.write_bytes(data)
+    ended = plait.run("checkpoint", "verify", run)
+    assert ended.code == 1
+    damaged, whole = ended.out.splitlines()
+    assert str(file) in damaged
+    assert "its header" in damaged
+    assert whole.startswith("step-00000006  whole")
+    for command in (("checkpoint", "show"), ("checkpoint", "verify")):
+        plait.run(*command, tmp_path).refused("holds no checkpoint")
+    plait.run("export", tmp_path, tmp_path / "new").refused("holds no checkpoint")
+    plait.run("export", run, tmp_path / "new", "--dtype", "int4").refused("--dtype cannot be 'int4'", "bf16")
+    plait.run("export", run, run).refused("is there already")

@@ -23,6 +23,12 @@ from plait.runtime.training.launch import launch
 from plait.runtime.training.replicas import digest
 
 
+def global_rows(plan: Plan, step: int) -> Batch:
+    """The rows of a step, over all ranks."""
+    generator = torch.Generator().manual_seed(step)
+    return Batch.of(torch.randint(0, 96, (plan.batch, plan.seq + 1), generator=generator))
+
+
 class Rows:
     """This rank's rows of step after step, random ones; what it has handed out."""
 
@@ -37,11 +43,9 @@ class Rows:
         self.step = state["step"]
 
     def next(self) -> Batch:
-        plan = self._plan
-        generator = torch.Generator().manual_seed(self.step)
+        whole = global_rows(self._plan, self.step)
         self.step += 1
-        whole = Batch.of(torch.randint(0, 96, (plan.batch, plan.seq + 1), generator=generator))
-        mine = own_rows(plan, self._world.rank)
+        mine = own_rows(self._plan, self._world.rank)
         return whole.slice(mine.start, mine.stop)
 
 

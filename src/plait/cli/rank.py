@@ -11,9 +11,11 @@ from ..check.compare import compare
 from ..design.plan import Plan
 from ..report.record import METRICS
 from ..runtime.checkpoint import folders
+from ..runtime.checkpoint.export import TOKENIZER
 from ..runtime.comm.interruption import Interruption
 from ..runtime.comm.world import World
 from ..runtime.data.batches import Batches, global_batches
+from ..runtime.data.tokenizer import files_of
 from ..runtime.hf.read import described
 from ..runtime.training import loop
 from ..runtime.training.assemble import build
@@ -70,6 +72,7 @@ def rank(meeting: Any, job: Job) -> bool:
         _go_on(job, checkpoints, view)
         begun = run.done if job.goes_on else 0
         if view:
+            _keep_tokenizer(job, files_of(corpus.tokenizer, model.tokenizer))
             finish.forget(folder, begun)
         metrics = loop.Metrics(folder / METRICS, begun) if view else None
         board = TensorBoard(folder) if view and job.track == "tensorboard" else None
@@ -117,6 +120,18 @@ def _go_on(job: Job, checkpoints: Checkpoints, view: View | None) -> None:
         for newer in folders.steps(folder.parent):
             if (folders.step_of(newer) or 0) > (folders.step_of(folder) or 0):
                 view.set_aside(folders.set_aside(newer))
+
+
+def _keep_tokenizer(job: Job, files: dict[str, bytes]) -> None:
+    """The tokenizer stays beside the checkpoints: what has the one needs the other, and the text may be gone then."""
+    if not (job.plan.save_every or job.stop_after or job.minutes):
+        return
+    place = job.folder / folders.FOLDER / TOKENIZER
+    place.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        new = place / (name + folders.PARTIAL)
+        new.write_bytes(content)
+        new.replace(place / name)
 
 
 def _between(run: Run, checkpoints: Checkpoints, ends: Ends, view: View | None) -> bool:

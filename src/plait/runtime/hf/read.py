@@ -113,7 +113,7 @@ def from_config(name: str, config: Any) -> Model:
     except PlanError:
         raise
     except Exception as error:  # whatever a class raises about values that its config let through
-        raise PlanError(f"transformers cannot build {name} from its config: {_said(error)}.") from None
+        raise PlanError(f"transformers cannot build {name} from its config: {said(error)}.") from None
 
 
 def _config(model: str, weights: bool) -> tuple[Any, Path | None]:
@@ -160,7 +160,7 @@ def _from_hub(model: str, weights: bool) -> tuple[Any, Path | None]:
         raise
     except Exception as error:  # the hub's client raises many kinds; each means the same to the user
         raise PlanError(
-            f"{model} is not a directory here, and the hub gave no config for it ({offline or _said(error)}). "
+            f"{model} is not a directory here, and the hub gave no config for it ({offline or said(error)}). "
             f"Presets that need no hub: {listed(presets())}."
         ) from None
     if weights and not any((file.parent / name).is_file() for name in (SINGLE, INDEX)):
@@ -187,7 +187,7 @@ def _config_from_text(text: bytes, source: str) -> Any:
     try:
         values = json.loads(text.decode(), parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"{source} is not readable JSON: {_said(error)}.") from None
+        raise PlanError(f"{source} is not readable JSON: {said(error)}.") from None
     if not isinstance(values, dict):
         raise PlanError(f"{source} must hold a JSON object, not a {type(values).__name__}.")
     kind = values.pop("model_type", None)
@@ -205,14 +205,14 @@ def _config_from_text(text: bytes, source: str) -> Any:
     try:
         return AutoConfig.for_model(kind, **values)
     except Exception as error:  # validation inside transformers raises many kinds
-        raise PlanError(f"transformers does not accept {source}: {_said(error)}.") from None
+        raise PlanError(f"transformers does not accept {source}: {said(error)}.") from None
 
 
 def _no_number(word: str) -> NoReturn:
     raise ValueError(f"{word} is not a number of JSON")
 
 
-def _said(error: BaseException) -> str:
+def said(error: BaseException) -> str:
     """An error's message on one line, no longer than a sentence may be."""
     # A KeyError prints the repr of what was looked for.
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
