@@ -76,7 +76,7 @@ class Writer:
             checksums.append(write_file(partial(place), layout, bytes_of(held, layout)))
         progress = Progress(step, 100, step, {"value": 1.0, "skipped": 0, "in_a_row": 0, "good": 0}, {"row": step}, "")
         index = Index(progress, self.plan, None, {"plait": "0"}, tuple(tensors_of(sharding.parameters).values()))
-        commit(place, index_of(index, contents, checksums), keep)
+        commit(place, index_of(index, contents, checksums).text(), keep)
         return place
 
 

@@ -3,12 +3,14 @@ ends with the very bits of a run that nothing happened to."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import Driver
+from tests.cli.commands import Driver, until
 from tests.cli.test_resume import SAVES, checkpoints, losses
 
 KILL = """
@@ -18,7 +20,7 @@ old = disk.{name}
 def killing(*given):
     result = old(*given)
     if any({part!r} in str(one) for one in given):
-        os.kill({whom}, signal.SIGKILL)
+        {how}
     return result
 disk.{name} = killing
 """
@@ -32,14 +34,17 @@ def failing(*given):
     return old(*given)
 disk.{name} = failing
 """
-ONE, ALL = "os.getpid()", "os.getppid()"
+ONE, ITS_RANK = "os.kill(os.getpid(), signal.SIGKILL)", "os.kill(os.getppid(), signal.SIGKILL)"
+ALL = "os.killpg(0, signal.SIGKILL)"
 MOMENTS = {
-    "a rank after its write": ("write", "step-00000004.partial/rank-00001", ONE),
-    "a rank before it begins": ("create", "step-00000002.partial/rank-00001", ONE),
-    "all when a file is synced": ("sync", "step-00000004.partial/rank-00000", ALL),
-    "all with the index there": ("sync", "step-00000006.partial/index.json", ALL),
-    "all when it has its name": ("rename", "checkpoints/step-00000006.partial", ALL),
-    "all while an old one goes": ("unlink", "step-00000002.removed", ALL),
+    "a writer after its write": ("async", "write", "step-00000004.partial/rank-00001", ONE),
+    "a writer before it begins": ("async", "create", "step-00000002.partial/rank-00000", ONE),
+    "a rank while its writer writes": ("async", "write", "step-00000004.partial/rank-00001", ITS_RANK),
+    "a rank after its write": ("sync", "write", "step-00000004.partial/rank-00001", ONE),
+    "all when a file is synced": ("async", "sync", "step-00000004.partial/rank-00000", ALL),
+    "all with the index there": ("sync", "sync", "step-00000006.partial/index.json", ALL),
+    "all when it has its name": ("async", "rename", "checkpoints/step-00000006.partial", ALL),
+    "all while an old one goes": ("async", "unlink", "step-00000002.removed", ALL),
 }
 
 
@@ -53,20 +58,22 @@ def straight(plait: Driver, small: Sequence[object], tmp_path_factory: pytest.Te
 def assert_the_same_end(out: Path, straight: Path) -> None:
     assert checkpoints(out) == checkpoints(straight)
     assert losses(out) == losses(straight)
-    for name in ("rank-00000.safetensors", "rank-00001.safetensors", "index.json"):
+    for name in ("rank-00000.safetensors", "rank-00001.safetensors"):
         here, there = (run / "checkpoints" / "step-00000008" / name for run in (out, straight))
         assert here.read_bytes() == there.read_bytes(), name
 
 
-@pytest.mark.parametrize(("name", "part", "whom"), MOMENTS.values(), ids=MOMENTS)
+@pytest.mark.parametrize(("method", "name", "part", "how"), MOMENTS.values(), ids=MOMENTS)
 def test_a_killed_run_goes_on_to_the_same_end(
-    plait: Driver, small: Sequence[object], straight: Path, tmp_path: Path, name: str, part: str, whom: str
-) -> None:
+    plait: Driver, small: Sequence[object], straight: Path, tmp_path: Path, method: str, name: str, part: str,
+    how: str,
+) -> None:  # fmt: skip
     out = tmp_path / "run"
-    before = KILL.format(name=name, part=part, whom=whom)
-    ended = plait.run(*small, *SAVES, "--dp", 2, "--out", out, before=before)
-    assert ended.code == (3 if whom == ONE else 137), ended.err
-    ended = plait.run("train", "--resume", "auto", "--out", out, *small[1:], *SAVES, "--dp", 2)
+    before = KILL.format(name=name, part=part, how=how)
+    command = (*small, *SAVES, "--dp", 2, "--out", out, "--resume", "auto", "--save-method", method)
+    ended = plait.run(*command, before=before)
+    assert ended.code == (137 if how == ALL else 3), ended.err
+    ended = plait.run(*command)
     assert ended.code == 0, ended.err
     assert_the_same_end(out, straight)
 
@@ -76,28 +83,29 @@ def test_a_run_that_is_killed_while_it_loads_can_be_loaded(
 ) -> None:
     out = tmp_path / "run"
     assert plait.run(*small, *SAVES, "--dp", 2, "--out", out, "--stop-after", 4).code == 0
-    before = KILL.format(name="fill", part="", whom=ONE)
+    before = KILL.format(name="fill", part="", how=ONE)
     assert plait.run("train", "--resume", out, before=before).code == 3
     assert plait.run("train", "--resume", out, "--sample", 0).code == 0
     assert_the_same_end(out, straight)
 
 
 @pytest.mark.parametrize(
-    ("number", "name", "part", "words"),
-    [(28, "write", "step-00000004.partial/rank-00001", ("rank 1: ", "no space left on device")),
-     (5, "sync", "step-00000004.partial/rank-00000", ("rank 0: ", "input/output error")),
-     (30, "make_folder", "step-00000004", ("rank 0: ", "read-only file system")),
-     (28, "write", "step-00000004.partial/index.json", ("rank 0: ", "no space left")),
-     (5, "rename", "step-00000004.partial", ("rank 0: ", "input/output error"))],
+    ("method", "number", "name", "part", "words"),
+    [("async", 28, "write", "step-00000004.partial/rank-00001", ("rank 1: ", "no space left on device")),
+     ("sync", 28, "write", "step-00000004.partial/rank-00001", ("rank 1: ", "no space left on device")),
+     ("async", 5, "sync", "step-00000004.partial/rank-00000", ("rank 0: ", "input/output error")),
+     ("async", 30, "make_folder", "step-00000004", ("rank 0: ", "read-only file system")),
+     ("sync", 28, "write", "step-00000004.partial/index.json", ("rank 0: ", "no space left")),
+     ("async", 5, "rename", "step-00000004.partial", ("rank 0: ", "input/output error"))],
     ids=str,
 )  # fmt: skip
 def test_a_disk_that_fails_ends_the_run_and_leaves_what_was_there(
-    plait: Driver, small: Sequence[object], straight: Path, tmp_path: Path, number: int, name: str, part: str,
-    words: Sequence[str],
+    plait: Driver, small: Sequence[object], straight: Path, tmp_path: Path, method: str, number: int, name: str,
+    part: str, words: Sequence[str],
 ) -> None:  # fmt: skip
     out = tmp_path / "run"
     before = FAIL.format(name=name, part=part, number=number)
-    ended = plait.run(*small, *SAVES, "--dp", 2, "--out", out, before=before)
+    ended = plait.run(*small, *SAVES, "--dp", 2, "--out", out, "--save-method", method, before=before)
     assert ended.code == 3
     for word in ("SaveError", "step 4", "step-00000002 is kept", *words):
         assert word in ended.sentence, ended.sentence
@@ -158,3 +166,68 @@ def test_where_all_are_damaged_nothing_is_begun(plait: Driver, small: Sequence[o
     file.unlink()
     plait.run("train", "--resume", "auto", "--out", out).refused("holds no checkpoint that is whole", str(file))
     assert (out / "metrics.jsonl").read_bytes() == metrics
+
+
+SLOW = """
+import time
+import plait.runtime.checkpoint.disk as disk
+old = disk.sync
+def slowly(fd, path):
+    time.sleep({seconds} if ".partial/" in str(path) else 0)
+    return old(fd, path)
+disk.sync = slowly
+"""
+
+
+def test_p075_the_last_checkpoint_is_whole_when_a_run_has_ended(
+    plait: Driver, small: Sequence[object], straight: Path, tmp_path: Path
+) -> None:
+    """Also where writing takes longer than the training."""
+    out = tmp_path / "run"
+    ended = plait.run(*small, *SAVES, "--dp", 2, "--out", out, before=SLOW.format(seconds=1.5))
+    assert (ended.code, ended.err) == (0, "")
+    assert_the_same_end(out, straight)
+    assert plait.run("checkpoint", "verify", out).code == 0
+
+
+def test_p094_a_checkpoint_that_is_written_late_is_of_its_own_step(
+    plait: Driver, small: Sequence[object], straight: Path, tmp_path: Path
+) -> None:
+    """Steps go on while it is written, and change none of it: its files are those of a run that waited."""
+    out = tmp_path / "run"
+    slow = ("--steps", 8, "--save-every", 3, "--keep", 0)
+    ended = plait.run(*small, *slow, "--dp", 2, "--out", out, before=SLOW.format(seconds=0.7))
+    assert ended.code == 0, ended.err
+    lines = [line for line in ended.out.splitlines() if line.startswith("step ")]
+    said = [number for number, line in enumerate(lines) if "step-00000003" in line]
+    begun = next(number for number, line in enumerate(lines) if line.startswith("step 3/8  loss"))
+    assert said[0] - begun > 1, "no step was taken while it was written"
+    waited = tmp_path / "waited"
+    assert plait.run(*small, *slow, "--dp", 2, "--out", waited, "--save-method", "sync").code == 0
+    for step in ("step-00000003", "step-00000006", "step-00000008"):
+        for name in ("rank-00000.safetensors", "rank-00001.safetensors"):
+            here, there = (run / "checkpoints" / step / name for run in (out, waited))
+            assert here.read_bytes() == there.read_bytes(), (step, name)
+
+
+def test_a_writer_holds_nothing_of_its_rank(plait: Driver, small: Sequence[object], tmp_path: Path) -> None:
+    """No socket and no segment: three files of its own, the standard ones, and that is all; it is gone with its rank."""
+    out = tmp_path / "run"
+    command = plait.start(
+        *small, "--steps", 100000, "--save-every", 100000, "--dp", 2, "--out", out, "--local-transport", "torch"
+    )
+    command.stepping(out / "metrics.jsonl")
+    children = {pid: parent_of(pid) for pid in command.processes()}
+    writers = [pid for pid, parent in children.items() if children.get(parent) == command.pid]
+    assert len(writers) == 2
+    for pid in writers:
+        links = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
+        assert len(links) == 6, links
+        assert not any(link.startswith("socket:") for link in links)
+    os.kill(children[writers[0]], signal.SIGKILL)
+    assert command.ended().code == 3
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in writers))
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

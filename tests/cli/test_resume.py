@@ -112,8 +112,9 @@ def test_a_second_signal_ends_at_once(plait: Driver, small: Sequence[object], tm
     out = tmp_path / "run"
     command = plait.start(*small, "--steps", 100000, "--save-every", 100000, "--dp", 2, "--out", out)
     command.stepping(out / "metrics.jsonl")
-    for pid in command.ranks(2):
-        os.kill(pid, signal.SIGSTOP)
+    for pid in command.processes():
+        if pid != command.pid:
+            os.kill(pid, signal.SIGSTOP)
     os.kill(command.pid, signal.SIGTERM)
     time.sleep(0.3)
     os.kill(command.pid, signal.SIGTERM)

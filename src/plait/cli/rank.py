@@ -12,6 +12,7 @@ from ..design.plan import Plan
 from ..report.record import METRICS
 from ..runtime.checkpoint import folders
 from ..runtime.checkpoint.export import TOKENIZER
+from ..runtime.checkpoint.writer import Writer
 from ..runtime.comm.interruption import Interruption
 from ..runtime.comm.world import World
 from ..runtime.data.batches import Batches, global_batches
@@ -51,6 +52,8 @@ class Job:
 def rank(meeting: Any, job: Job) -> bool:
     """Trains as one of the ranks; returns whether the proof held."""
     plan, model, folder = job.plan, job.model, job.folder
+    # Forked while there is nothing here that it should not have: no socket, no weight.
+    writer = Writer() if plan.save_every and plan.save_method == "async" else None
     corpus = prepare(plan, model)
     batches = Batches(corpus, plan, meeting.rank)
     with World(meeting, plan.mesh) as world:
@@ -67,7 +70,7 @@ def rank(meeting: Any, job: Job) -> bool:
         run = build(plan, world, model=model, steps=batches.steps_total)
         checkpoints = Checkpoints(
             run, batches, folder / folders.FOLDER, corpus=corpus.digest, config=described(model.config),
-            versions=finish.versions(),
+            versions=finish.versions(), writer=writer,
         )  # fmt: skip
         _go_on(job, checkpoints, view)
         begun = run.done if job.goes_on else 0
@@ -92,6 +95,9 @@ def rank(meeting: Any, job: Job) -> bool:
         began = time.time()
         ends = Ends(run, interruption=job.interruption, minutes=job.minutes, after=job.stop_after)
         watch = loop.train(run, batches, seen, lambda: _between(run, checkpoints, ends, view))
+        _say(run, checkpoints.finished(wait=True), view)
+        if writer is not None:
+            writer.close()
         if view and ends.why:
             view.stopped(run.done, ends.why, folder)
         if ends.why == Ends.SIGNAL:
@@ -138,8 +144,13 @@ def _between(run: Run, checkpoints: Checkpoints, ends: Ends, view: View | None) 
     """After every step: saves where it is time to, and says whether the run ends here."""
     every, last = run.plan.save_every, run.done == run.steps
     ends_here = ends.asked()
+    _say(run, checkpoints.finished(), view)
     if ends_here or (every and (last or run.done % every == 0)):
-        place = checkpoints.save()
-        if view:
-            view.saved(run.done, place)
+        _say(run, checkpoints.save(), view)
     return ends_here
+
+
+def _say(run: Run, whole: list[Path], view: View | None) -> None:
+    if view is not None:
+        for place in whole:
+            view.saved(run.done, place)

@@ -120,9 +120,9 @@ def index_of(index: Index, contents: Contents, checksums: list[list[int]]) -> In
     return index.with_files(files)
 
 
-def commit(folder: Path, index: Index, keep: int) -> None:
-    """Publishes a checkpoint whose files are all on the disk, and then removes the oldest."""
-    text, place = index.text(), partial(folder)
+def commit(folder: Path, text: bytes, keep: int) -> None:
+    """Publishes a checkpoint whose files are all on the disk, with `text` for an index, and then removes the oldest."""
+    place = partial(folder)
     file = place / NAME
     fd = disk.create(file)
     with open(fd, "wb", buffering=0):
@@ -179,7 +179,7 @@ def save(
     try:
         attempt(world, lambda: prepare(folder) if first else None)
         checksums = attempt(world, own_file)
-        attempt(world, lambda: commit(folder, index_of(index, contents, checksums), keep) if first else None)
+        attempt(world, lambda: commit(folder, index_of(index, contents, checksums).text(), keep) if first else None)
     except RefusedError as refusal:
         raise failed(folder, index, refusal, clear=first) from None
 

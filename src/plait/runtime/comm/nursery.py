@@ -35,7 +35,7 @@ from .interruption import Interruption
 from .segment import unsupported
 from .world import Rendezvous
 
-__all__ = ["BadNumbersError", "RankError", "alone", "in_place", "launch", "refuse_too_many"]
+__all__ = ["BadNumbersError", "RankError", "alone", "die_with", "in_place", "launch", "refuse_too_many"]
 
 MOST_LOCAL = 64
 """More processes than this on one machine is a mistyped number far more often than a wish."""
@@ -212,7 +212,7 @@ def _child(
         for number in PARENT_ONLY:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
-        _die_with(parent)
+        die_with(parent)
         # What is here already is the parent's: looking through it for cycles finds none, and copies its pages.
         gc.freeze()
         torch.set_num_threads(1)
@@ -232,7 +232,8 @@ def _child(
         os._exit(code)
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
+    """Has the system end this process when `parent`, which forked it, ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:  # it died before the line above

@@ -23,6 +23,7 @@ from ..checkpoint.contents import Contents
 from ..checkpoint.index import Index, Progress, TensorShape
 from ..checkpoint.load import TYPES, Target, load, refuse_other_tensors
 from ..checkpoint.save import RefusedError, agreed, save
+from ..checkpoint.writer import Background, Writer
 from ..comm.collectives import all_reduce
 from ..comm.interruption import Interruption
 from .step import Run
@@ -41,11 +42,12 @@ class Data(Protocol):
 
 class Checkpoints:
     """The checkpoints of a run in `folder`, which every rank must ask alike. `data` hands out the run's batches,
-    `corpus` is the digest of the text that they are of, `config` the model's own, to be kept with the weights."""
+    `corpus` is the digest of the text that they are of, `config` the model's own, to be kept with the weights. With a
+    `writer` saves go on beside the training."""
 
     def __init__(
         self, run: Run, data: Data, folder: Path, *, corpus: str = "", config: dict[str, Any] | None = None,
-        versions: Mapping[str, str] | None = None,
+        versions: Mapping[str, str] | None = None, writer: Writer | None = None,
     ) -> None:  # fmt: skip
         self._run, self._data, self._folder = run, data, folder
         self._corpus, self._config, self._versions = corpus, config, versions or {}
@@ -55,22 +57,35 @@ class Checkpoints:
         self.contents = Contents(
             run.sharding, NAMES[self._wide], NAMES[compute], together=run.master is None
         )  # fmt: skip
-        self.saved: int | None = None
-        """The step of the last checkpoint that was written or loaded."""
+        self._background = None if writer is None else Background(run.world, self.contents, writer)
         self._narrow = {name for name, weight in optimizer.weights.items() if run.stored[name].dtype != weight.dtype}
 
     # --- saving
 
-    def save(self) -> Path:
-        """Writes a checkpoint of the step that the run has come to: where."""
-        run, plan = self._run, self._run.plan
+    def save(self) -> list[Path]:
+        """Saves the step that the run has come to, or with a writer begins to: the checkpoints that have become whole
+        meanwhile."""
+        run, keep = self._run, self._run.plan.keep
         if not run.optimizer.begun:
             run.optimizer.begin(0)
         place = self._folder / folders.name_of(run.done)
+        if self._background is not None:
+            whole = self.finished(wait=True)
+            with run.world.ledger.aside():
+                self._background.begin(self.tensor, self.index(), place, keep)
+            return whole
         with run.world.ledger.aside():
-            save(run.world, self.contents, self.tensor, self.index(), place, keep=plan.keep)
-        self.saved = run.done
-        return place
+            save(run.world, self.contents, self.tensor, self.index(), place, keep=keep)
+        return [place]
+
+    def finished(self, *, wait: bool = False) -> list[Path]:
+        """The checkpoint that has become whole since this was asked; with `wait` the one under way does before. A
+        `SaveError` where it could not be written. To be asked after every step, and with `wait` after the last."""
+        if self._background is None:
+            return []
+        with self._run.world.ledger.aside():
+            place = self._background.look(wait=wait)
+        return [] if place is None else [place]
 
     def index(self) -> Index:
         """What a checkpoint says of the run as it is now, without the files."""
@@ -113,7 +128,6 @@ class Checkpoints:
             except RefusedError as refusal:
                 wrong.append(refusal.why)
                 continue
-            self.saved = run.done
             return folder, wrong
         raise PlanError(f"No checkpoint can be loaded: {' '.join(wrong)}")
 
