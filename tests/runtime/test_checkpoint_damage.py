@@ -122,8 +122,8 @@ def test_a_load_into_any_layout_finds_a_flipped_bit(run: Path, layout: dict[str,
         file.write_bytes(data)
 
 
-def test_files_that_are_cut_short_or_longer_or_gone_are_found(run: Path) -> None:
-    """P079: a load that lacks a file is no load of the others."""
+def test_p079_files_that_are_cut_short_or_longer_or_gone_are_found(run: Path) -> None:
+    """A load that lacks a file is no load of the others."""
     for file in files(run):
         data = file.read_bytes()
         for length in (0, 1, 7, len(data) // 2, len(data) - 1):

@@ -3,6 +3,7 @@ other."""
 
 from __future__ import annotations
 
+import os
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ import torch
 
 from plait.design.plan import Plan
 from plait.runtime.checkpoint import folders
-from plait.runtime.comm.world import World
+from plait.runtime.checkpoint.writer import Writer
+from plait.runtime.comm.nursery import launch as fork
+from plait.runtime.comm.world import Rendezvous, World
 from plait.runtime.training.assemble import build
 from plait.runtime.training.checkpoints import Checkpoints
 from plait.runtime.training.launch import batches, launch
 from tests.conftest import Models
 from tests.nursery import Nursery
-from tests.runtime.saving import part_of_run, whole
+from tests.runtime.saving import Rows, part_of_run, whole
 from tests.runtime.test_layouts import name
 
 SAME: list[tuple[int, dict[str, Any]]] = [
@@ -79,8 +82,8 @@ def assert_close(one: Path, other: Path) -> None:
         assert (tensor - wanted[key]).abs().max() <= bound, key
 
 
-def test_a_run_goes_through_all_layouts(nursery: Nursery, tiny: Models, tmp_path: Path) -> None:
-    """P078: two steps in each, saved and loaded in between, and back to the first: as one process takes them all. What a
+def test_p078_a_run_goes_through_all_layouts(nursery: Nursery, tiny: Models, tmp_path: Path) -> None:
+    """Two steps in each, saved and loaded in between, and back to the first: as one process takes them all. What a
     layout has loaded it would save with the same bits."""
     model, ring = tiny(tie_word_embeddings=True), [*LAYOUTS, "1"]
     count = STEPS * len(ring)
@@ -200,3 +203,35 @@ def test_a_narrow_run_goes_on_wide_and_back(nursery: Nursery, tiny: Models, tmp_
         again = tmp_path / "again" / compute
         nursery(part_of_run, tiny(), {"compute": compute}, str(tmp_path / "a"), 2, 2, False, str(again))
         assert_same_bits(again / place.name, place)
+
+
+def resident(folder: str, method: str) -> list[list[int]]:
+    """Of each rank and of its writer, the bytes in memory after save 2 and after save 20."""
+    plan = Plan(model="llama-10m", dp=2, batch=2, seq=8)
+
+    def main(meeting: Rendezvous) -> Any:
+        writer = Writer() if method == "async" else None
+        with World(meeting, plan.mesh) as world:
+            run = build(plan, world)
+            rows = Rows(plan, world)
+            checkpoints = Checkpoints(run, rows, Path(folder), writer=writer)
+            found = []
+            for _ in range(20):
+                run.step(rows.next())
+                checkpoints.save()
+                checkpoints.finished(wait=True)
+                pids = [os.getpid(), *([] if writer is None else [writer.pid])]
+                found.append([in_memory(pid) for pid in pids])
+            return [[found[1][n], found[-1][n]] for n in range(len(found[0]))]
+
+    return [pair for rank in fork(main, plan.world) for pair in rank]
+
+
+def in_memory(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("method", ["sync", "async"])
+def test_p119_saves_leave_no_memory_behind(nursery: Nursery, tmp_path: Path, method: str) -> None:
+    for second, last in nursery(resident, str(tmp_path / "run"), method):
+        assert last <= 1.05 * second + (2 << 20)

@@ -100,8 +100,17 @@ class Contents:
     def dtype(self, parameter: Parameter) -> str:
         return self.wide if parameter.first.trains else self.compute
 
+    @cached_property
+    def _files(self) -> dict[int, FileLayout | None]:
+        return {}
+
     def file(self, rank: int) -> FileLayout | None:
-        """What `rank` writes; None where it writes nothing."""
+        """What `rank` writes; None where it writes nothing. The same at every save."""
+        if rank not in self._files:
+            self._files[rank] = self._file(rank)
+        return self._files[rank]
+
+    def _file(self, rank: int) -> FileLayout | None:
         entries = list(self._entries(rank))
         if not entries:
             return None
