@@ -28,10 +28,21 @@ CONFIG = {
     "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 64,
 }  # fmt: skip
 TURNS = 5
-LAYOUTS: tuple[dict[str, int], ...] = ({}, {"dp": 2}, {"dp": 2, "zero": 3})
+LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"dp": 2}, {"dp": 2, "zero": 3})
 
 
-def measured(layout: dict[str, int], root: str) -> dict[str, list[float]]:
+def theirs() -> Any:
+    """torch's own."""
+    import torch.distributed.checkpoint
+
+    return torch.distributed.checkpoint
+
+
+def raw(tensor: Any) -> memoryview:
+    return memoryview(tensor.numpy())
+
+
+def measured(layout: dict[str, Any], root: str) -> dict[str, list[float]]:
     """Seconds of each thing, turn by turn, of the slowest rank."""
     from plait.design.plan import Plan
     from plait.runtime.comm.nursery import launch
@@ -64,6 +75,7 @@ class Turns:
         from plait.runtime.training.checkpoints import Checkpoints
 
         self.world, self.root = world, root
+        self.future: Any = None
         self.run = build(plan, world)
         rows = torch.randint(0, 512, (plan.batch // plan.dp, plan.seq + 1))
         self.run.step(Batch.of(rows))
@@ -93,8 +105,6 @@ class Turns:
 
     def keep(self) -> None:
         """What loads read."""
-        import torch.distributed.checkpoint as dcp
-
         from plait.runtime.comm.collectives import barrier
 
         (place,) = self.sync.save()
@@ -103,7 +113,7 @@ class Turns:
         if self.world.rank == 0:
             place.rename(self.kept)
         barrier(self.world)
-        dcp.save(self._mine(), checkpoint_id=self.root / "kept")
+        theirs().save(self._mine(), checkpoint_id=self.root / "kept")
 
     def things(self) -> dict[str, Callable[[], object]]:
         return {
@@ -134,9 +144,8 @@ class Turns:
 
     def settle(self) -> None:
         """Waits for what torch began."""
-        future = getattr(self, "future", None)
-        if future is not None:
-            future.result()
+        if self.future is not None:
+            self.future.result()
             self.future = None
 
     def plain_write(self) -> None:
@@ -147,7 +156,7 @@ class Turns:
         if first:
             partial.mkdir()
         barrier(self.world)
-        self._file(partial / f"rank-{self.world.rank}", memoryview(self.copied.numpy()))
+        self._file(partial / f"rank-{self.world.rank}", raw(self.copied))
         barrier(self.world)
         if first:
             self._file(partial / "index", memoryview(b"0" * 20000))
@@ -174,8 +183,8 @@ class Turns:
         whole = not self.run.sharding.zero
         for file in sorted(self.kept.glob("rank-*")):
             if whole or file.name == f"rank-{self.world.rank:05}.safetensors":
-                with open(file, "rb", buffering=0) as raw:
-                    raw.readinto(memoryview(self.into.numpy()))
+                with open(file, "rb", buffering=0) as source:
+                    source.readinto(raw(self.into))
 
     def load(self) -> None:
         from plait.runtime.checkpoint import folders
@@ -183,20 +192,14 @@ class Turns:
         self.sync.load([(self.kept, folders.opened(self.kept))])
 
     def torch_save(self) -> None:
-        import torch.distributed.checkpoint as dcp
-
-        dcp.save(self._mine(), checkpoint_id=self.root / "torch")
+        theirs().save(self._mine(), checkpoint_id=self.root / "torch")
 
     def torch_load(self) -> None:
         """Of what it has just saved."""
-        import torch.distributed.checkpoint as dcp
-
-        dcp.load(self._mine(), checkpoint_id=self.root / "kept")
+        theirs().load(self._mine(), checkpoint_id=self.root / "kept")
 
     def torch_stall(self) -> None:
-        import torch.distributed.checkpoint as dcp
-
-        self.future = dcp.async_save(self._mine(), checkpoint_id=self.root / "torch-async")
+        self.future = theirs().async_save(self._mine(), checkpoint_id=self.root / "torch-async")
 
     def _mine(self) -> dict[str, Any]:
         """With ZeRO the shares, under names of their own."""
@@ -214,13 +217,13 @@ class Nowhere:
     def restore(self, state: Any) -> None: ...
 
 
-def shown(layout: dict[str, int], found: dict[str, list[float]]) -> str:
+def shown(layout: dict[str, Any], found: dict[str, list[float]]) -> str:
     middle = {name: statistics.median(times) for name, times in found.items()}
     name = " ".join(f"{key} {value}" for key, value in layout.items()) or "one rank"
     cells = [
         f"{middle[ours]:.3f} / {middle[plain]:.3f} = {middle[ours] / middle[plain]:.2f} | "
-        f"{middle[theirs]:.3f} = {middle[theirs] / middle[ours]:.2f}"
-        for ours, plain, theirs in (
+        f"{middle[others]:.3f} = {middle[others] / middle[ours]:.2f}"
+        for ours, plain, others in (
             ("save", "plain write", "torch save"), ("load", "plain read", "torch load"),
             ("stall", "plain copy", "torch stall"),
         )

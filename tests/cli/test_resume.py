@@ -252,3 +252,15 @@ def test_verify_names_what_is_damaged(plait: Driver, straight: Path, tmp_path: P
     plait.run("export", tmp_path, tmp_path / "new").refused("holds no checkpoint")
     plait.run("export", run, tmp_path / "new", "--dtype", "int4").refused("--dtype cannot be 'int4'", "bf16")
     plait.run("export", run, run).refused("is there already")
+
+
+def test_a_run_that_is_replaced_leaves_no_checkpoint(plait: Driver, small: Sequence[object], tmp_path: Path) -> None:
+    """Or its later steps would be taken for the newest of the new one."""
+    out = tmp_path / "run"
+    assert plait.run(*small, *SAVES, "--out", out).code == 0
+    ended = plait.run(*small, *SAVES, "--out", out, "--overwrite", "--stop-after", 2)
+    assert ended.code == 0, ended.err
+    assert checkpoints(out) == ["latest", "step-00000002"]
+    (out / "metrics.jsonl").unlink()
+    assert plait.run(*small, *SAVES, "--out", out, "--stop-after", 1).code == 0
+    assert checkpoints(out) == ["latest", "step-00000001", "step-00000002.aside"]

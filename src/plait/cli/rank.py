@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..check.compare import compare
+from ..check.places import Verdict
 from ..design.plan import Plan
 from ..report.record import METRICS
 from ..runtime.checkpoint import folders
@@ -17,6 +18,7 @@ from ..runtime.comm.interruption import Interruption
 from ..runtime.comm.world import World
 from ..runtime.data.batches import Batches, global_batches
 from ..runtime.data.tokenizer import files_of
+from ..runtime.data.tokens import Corpus
 from ..runtime.hf.read import described
 from ..runtime.training import loop
 from ..runtime.training.assemble import build
@@ -33,7 +35,8 @@ from .view import View, predicted, proof_line
 @dataclass(frozen=True)
 class Job:
     """What all ranks of `plait train` are asked to do. `proof` is where the reference leaves what it finds in how many
-    steps. `earlier` is what the run goes on from, in the same folder if it `goes_on` there."""
+    steps. `earlier` is what the run goes on from, in the same folder if it `goes_on` there. A run that `overwrites` may
+    replace another."""
 
     plan: Plan
     model: Any
@@ -44,6 +47,7 @@ class Job:
     proof: tuple[Path, int] | None = None
     earlier: Earlier | None = None
     goes_on: bool = False
+    overwrites: bool = False
     stop_after: int | None = None
     minutes: float | None = None
     interruption: Interruption | None = None
@@ -62,9 +66,7 @@ def rank(meeting: Any, job: Job) -> bool:
             view.opening()
         verdict = None
         if job.proof is not None:
-            verdict = compare(plan, world, model, global_batches(corpus, plan, job.proof[1]), job.proof[0])
-            if view:
-                view.proof(verdict)
+            verdict = _proven(job, job.proof, world, corpus, view)
             if not verdict.passed:
                 return False
         run = build(plan, world, model=model, steps=batches.steps_total)
@@ -75,6 +77,8 @@ def rank(meeting: Any, job: Job) -> bool:
         _go_on(job, checkpoints, view)
         begun = run.done if job.goes_on else 0
         if view:
+            if not job.goes_on:
+                _forget_checkpoints(job, view)
             _keep_tokenizer(job, files_of(corpus.tokenizer, model.tokenizer))
             finish.forget(folder, begun)
         metrics = loop.Metrics(folder / METRICS, begun) if view else None
@@ -114,6 +118,14 @@ def rank(meeting: Any, job: Job) -> bool:
     return True
 
 
+def _proven(job: Job, proof: tuple[Path, int], world: World, corpus: Corpus, view: View | None) -> Verdict:
+    place, steps = proof
+    verdict = compare(job.plan, world, job.model, global_batches(corpus, job.plan, steps), place)
+    if view:
+        view.proof(verdict)
+    return verdict
+
+
 def _go_on(job: Job, checkpoints: Checkpoints, view: View | None) -> None:
     """Loads what the run goes on from, and takes the names of the checkpoints that it goes back behind."""
     if job.earlier is None:
@@ -126,6 +138,15 @@ def _go_on(job: Job, checkpoints: Checkpoints, view: View | None) -> None:
         for newer in folders.steps(folder.parent):
             if (folders.step_of(newer) or 0) > (folders.step_of(folder) or 0):
                 view.set_aside(folders.set_aside(newer))
+
+
+def _forget_checkpoints(job: Job, view: View) -> None:
+    """A new run begins where another left checkpoints: they go with it where it is replaced, and lose their names else."""
+    for old in folders.steps(job.folder / folders.FOLDER):
+        if job.overwrites:
+            folders.remove(old)
+        else:
+            view.set_aside(folders.set_aside(old))
 
 
 def _keep_tokenizer(job: Job, files: dict[str, bytes]) -> None:

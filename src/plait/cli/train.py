@@ -9,16 +9,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import typer
 
 from ..design.errors import PlanError
+from ..design.facts import ModelFacts
 from ..design.plan import Plan
 from ..design.rules import validate
 from ..design.table import settled
 from .flags import Values, named, resolve, takes_plan
 from .limits import refuse_check, refuse_memory
+
+if TYPE_CHECKING:
+    from ..runtime.comm.world import Rendezvous
+    from .rank import Job
 
 METRICS = "metrics.jsonl"
 LOCK_TRIES, LOCK_WAIT_S = 20, 0.1
@@ -43,13 +48,12 @@ def train(
 ) -> int:  # fmt: skip
     """Train MODEL, laid over the ranks that the degrees describe."""
     from ..runtime.comm.interruption import Interruption
-    from ..runtime.comm.nursery import alone, in_place, launch, refuse_too_many
+    from ..runtime.comm.nursery import alone
     from ..runtime.comm.world import Rendezvous
-    from ..runtime.data.batches import global_batches
     from ..runtime.hf.read import read
     from ..runtime.training.track import refuse
     from . import resumed
-    from .rank import Job, rank
+    from .rank import Job
 
     earlier = resumed.found(resume, out, overwrite=overwrite)
     plan, origin = resolve(given, earlier.defaults if earlier else None)
@@ -64,12 +68,7 @@ def train(
     validate(plan, model.facts)
     plan = settled(plan, model.facts)
     if here is None:
-        refuse_too_many(plan.world)
-        refuse_memory(plan, model.facts)
-        if prove:
-            refuse_check(
-                plan, model.facts, prove, shipped=False, way="leave --prove out; plait check takes a small twin"
-            )
+        _refuse_too_much(plan, model.facts, prove)
     if earlier is not None:
         earlier = earlier.fitting(plan, model)
         if earlier.over(plan):
@@ -77,50 +76,63 @@ def train(
             return 0
     folder = earlier.run if earlier and out is None else _folder(out, plan)
     goes_on = earlier is not None and folder.resolve() == earlier.run.resolve()
-    interruption = Interruption() if plan.save_every else None
     job = Job(
         plan, model, folder, sample=sample, prompts=prompt, track=track, earlier=earlier, goes_on=goes_on,
-        stop_after=stop_after or None, minutes=max_minutes or None, interruption=interruption,
+        overwrites=overwrite,        stop_after=stop_after or None, minutes=max_minutes or None,
+        interruption=Interruption() if plan.save_every else None,
     )  # fmt: skip
-
-    def tokenise() -> None:
+    # Rank 0 alone writes: another rank may look when it has already begun, or stand on another machine.
+    replaces = overwrite or goes_on or resume == resumed.AUTO
+    with _claimed(folder, replaces, writes=here is None or here.rank == 0):
         # In a process of its own: tokenising starts threads, and what is wrong with the text is said before any rank
         # starts.
         alone(lambda: _tokenised(plan, model), "The tokenizer")
+        held = _locally(job, prove) if here is None else _as_one_of(job, here)
+    if job.interruption is not None and job.interruption.number:
+        raise SystemExit(128 + job.interruption.number)
+    return 0 if held else 1
 
-    if here is not None:
-        # Rank 0 alone writes: another rank may look when it has already begun, or stand on another machine.
-        with _claimed(folder, overwrite or goes_on or resume == resumed.AUTO, writes=here.rank == 0):
-            tokenise()
-            in_place(lambda: rank(here, job), here.rank, interruption)
-        return _ended(interruption, 0)
-    with (
-        _claimed(folder, overwrite or goes_on or resume == resumed.AUTO),
-        tempfile.TemporaryDirectory(prefix="plait-prove-") as scratch,
-    ):
-        tokenise()
+
+def _refuse_too_much(plan: Plan, facts: ModelFacts, prove: int) -> None:
+    """What this machine is not asked to do."""
+    from ..runtime.comm.nursery import refuse_too_many
+
+    refuse_too_many(plan.world)
+    refuse_memory(plan, facts)
+    if prove:
+        refuse_check(plan, facts, prove, shipped=False, way="leave --prove out; plait check takes a small twin")
+
+
+def _as_one_of(job: Job, here: Rendezvous) -> bool:
+    """Trains as one of a launcher's ranks."""
+    from ..runtime.comm.nursery import in_place
+    from .rank import rank
+
+    in_place(lambda: rank(here, job), here.rank, job.interruption)
+    return True
+
+
+def _locally(job: Job, prove: int) -> bool:
+    """Trains over forked ranks: whether the proof held, if there is one."""
+    from ..check.reference import reference
+    from ..runtime.comm.nursery import launch
+    from ..runtime.data.batches import global_batches
+    from ..runtime.training.launch import corpus as prepare
+    from .rank import rank
+
+    plan, model = job.plan, job.model
+    with tempfile.TemporaryDirectory(prefix="plait-prove-") as scratch:
         job = replace(job, proof=(Path(scratch), prove) if prove else None)
 
         def single() -> None:
-            from ..check.reference import reference
-            from ..runtime.training.launch import corpus as prepare
+            reference(plan, model, global_batches(prepare(plan, model), plan, prove), Path(scratch))
 
-            corpus = prepare(plan, model)
-            reference(plan, model, global_batches(corpus, plan, prove), Path(scratch))
-
-        helpers = (single,) if prove else ()
         verdicts = launch(
-            lambda meeting: rank(meeting, job), plan.world, helpers=helpers, hang_timeout=plan.hang_timeout,
-            comm_check=plan.comm_check, local_transport=plan.local_transport, interruption=interruption,
+            lambda meeting: rank(meeting, job), plan.world, helpers=(single,) if prove else (),
+            hang_timeout=plan.hang_timeout, comm_check=plan.comm_check, local_transport=plan.local_transport,
+            interruption=job.interruption,
         )  # fmt: skip
-    return _ended(interruption, 0 if all(verdicts) else 1)
-
-
-def _ended(interruption: Any, code: int) -> int:
-    """The exit code of a run that ended in order, by itself or because a signal asked it to."""
-    if interruption is not None and interruption.number:
-        raise SystemExit(128 + interruption.number)
-    return code
+    return all(verdicts)
 
 
 def _tokenised(plan: Plan, model: Any) -> str:

@@ -114,7 +114,7 @@ class View:
         self._say(f"going on from {folder}")
 
     def set_aside(self, place: Path) -> None:
-        self._say(f"set aside: {place}, which is newer")
+        self._say(f"set aside: {place}, which this run goes back behind")
 
     def saved(self, step: int, place: Path) -> None:
         self._say(f"step {step}/{self._steps}  saved: {place}")

@@ -71,7 +71,7 @@ class Metrics:
     taken `done` steps and goes on."""
 
     def __init__(self, file: Path, done: int = 0) -> None:
-        if file.exists():
+        if file.is_file():
             cut_off(file, done if done else -1)
         self._lines = file.open("a", encoding="utf-8")
 
