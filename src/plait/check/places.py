@@ -22,7 +22,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from ..design.layout import Box, Layout, balanced
+from ..design.layout import Box, Layout
 from ..design.mesh import Mesh
 from ..design.part import Parameter, Part
 from ..design.sharding import Quantity, Sharding
@@ -161,8 +161,9 @@ def output_of(module: str, shape: Sequence[int], whole: Any, sharding: Sharding,
         return found
     dim = differ[0]
     spans: Sequence[tuple[int, int]] = weight.spans(sharding.mesh, rank)
-    if weight.first.region == "heads":
-        spans = [balanced(full[dim], sharding.mesh.degree("tp"), sharding.mesh.coordinate(rank)["tp"])]
+    if weight.first.region == "heads" and not weight.first.compute.cut_axes:
+        queries, keys = sharding.own_heads(rank)
+        spans = [queries if full[dim] == sharding.heads[0] else keys]
     before = (slice(None),) * dim
     return torch.cat([whole[(*before, slice(*span))] for span in spans], dim)
 

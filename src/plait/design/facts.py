@@ -15,11 +15,20 @@ from typing import Literal
 @dataclass(frozen=True)
 class Piece:
     """A stretch of the dim that tp cuts, cut by itself: q, k and v of a fused projection, gate and up of a fused MLP.
-    `quantum` elements are never parted (one attention group, say)."""
+
+    `quantum` elements stay together where there are as many quanta as ranks: one attention group, a KV head with the
+    query heads that read it. Where there are fewer, several ranks have one KV head between them, and `grain` elements are
+    never parted: of queries one head, so that each rank has heads of its own; of keys and values the whole quantum, of
+    which each rank has a copy. What is no heads has no `grain`."""
 
     name: str
     length: int
     quantum: int = 1
+    grain: int | None = None
+
+    @property
+    def quanta(self) -> int:
+        return self.length // self.quantum
 
 
 @dataclass(frozen=True)

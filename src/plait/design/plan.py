@@ -320,13 +320,15 @@ def stage_blocks(plan: Plan, facts: ModelFacts) -> list[tuple[int, int]]:
     return list(pairwise([0, *accumulate(sizes)]))
 
 
-def width_after(plan: Plan, facts: ModelFacts, stage: int) -> int:
-    """What a stage gives to the next, in elements a token on each tp rank: hidden states, or from the last stage that has
-    blocks the logits, which stay cut."""
+def width_after(plan: Plan, facts: ModelFacts, stage: int, *, tp: int) -> int:
+    """What a stage gives to the next, in elements a token at a place `tp` of that axis: hidden states, or from the last
+    stage that has blocks the logits, which stay cut."""
     if stage < plan.stages - 1:
         return facts.widths[stage_blocks(plan, facts)[stage][1] - 1] if facts.widths else facts.hidden
-    cut = plan.tp > 1 and facts.head_weight.cut is not None
-    return facts.vocabulary // plan.tp if cut else facts.vocabulary
+    if facts.head_weight.cut is None:
+        return facts.vocabulary
+    start, stop = balanced(facts.vocabulary, plan.tp, tp)
+    return stop - start
 
 
 def stage_of_block(plan: Plan, facts: ModelFacts, block: int) -> int:

@@ -86,22 +86,38 @@ def _tensor(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, comput
     yield from sums("row-parallel output", outputs, whole)
     yield from sums("column-parallel input gradient", inputs, whole)
     yield from sums("routing weights' gradient", experts, tokens * facts.experts_per_token * loss)
+    yield from _copies(plan, sharding, rank, compute)
     if plan.placement[-1] == place and facts.head_weight.cut is not None:
         calls = sum(len(plan.tokens_at_once(rows * plan.seq)) for rows in plan.microbatch_rows)
         for why, numbers in (("loss: maximum", tokens), ("loss: sums", 2 * tokens)):
             yield Traffic(rank, "tp", why, "all_reduce", plan.tp, calls, numbers * loss)
 
 
+def _copies(plan: Plan, sharding: Sharding, rank: int, compute: int) -> Iterator[Traffic]:
+    """Gradients of keys and values in fused tensors, of which several ranks have copies."""
+    calls: dict[tuple[str, ...], list[int]] = {}
+    for one in sharding.trained_at(plan.mesh.index(rank, "pp")):
+        axes, spans = one.summed_early(plan.mesh, rank)
+        if spans:
+            long = sum(stop - start for start, stop in one.spans(plan.mesh, rank))
+            shared = sum(stop - start for start, stop in spans)
+            calls.setdefault(axes, []).append(one.elements(plan.mesh, rank) // long * shared * compute)
+    for axes, payloads in calls.items():
+        m, why = plan.microbatches, "gradient of shared keys and values"
+        ranks = plan.mesh.degree(*axes)
+        yield Traffic(rank, ".".join(axes), why, "all_reduce", ranks, m * len(payloads), m * sum(payloads))
+
+
 def _pipeline(plan: Plan, facts: ModelFacts, rank: int, compute: int) -> Iterator[Traffic]:
     """A message for each boundary of two stages that are not on one rank, and each microbatch."""
-    place, placement = plan.mesh.coordinate(rank)["pp"], plan.placement
+    place, tp, placement = plan.mesh.index(rank, "pp"), plan.mesh.index(rank, "tp"), plan.placement
     tokens = sum(plan.microbatch_rows) * plan.seq
     ahead = [stage for stage, (here, there) in enumerate(pairwise(placement)) if here == place != there]
     behind = [stage for stage, (here, there) in enumerate(pairwise(placement)) if there == place != here]
     for boundaries, send, receive in ((ahead, "activation", "gradient"), (behind, "gradient", "activation")):
         if boundaries:
             calls = plan.microbatches * len(boundaries)
-            payload = tokens * sum(width_after(plan, facts, stage) for stage in boundaries) * compute
+            payload = tokens * sum(width_after(plan, facts, stage, tp=tp) for stage in boundaries) * compute
             yield Traffic(rank, "pp", send, "send", plan.pp, calls, payload)
             yield Traffic(rank, "pp", receive, "receive", plan.pp, calls, payload)
 
@@ -160,7 +176,7 @@ def _data(
         yield from _shares(plan, sharding, schedule, rank, compute, reduce)
     calls: dict[tuple[str, ...], list[int]] = {}
     for bucket in buckets(parameters, mesh, rank, plan.bucket_bytes, reduce) if not sharding.zero else ():
-        calls.setdefault(bucket[0].first.summed_over, []).append(sum(p.elements(mesh, rank) for p in bucket) * reduce)
+        calls.setdefault(bucket[0].summed_over, []).append(sum(p.elements(mesh, rank) for p in bucket) * reduce)
     for axes, payloads in calls.items():
         ranks = mesh.degree(*axes)
         if ranks > 1:

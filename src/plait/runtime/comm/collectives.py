@@ -6,10 +6,11 @@ All work in place on contiguous tensors and return a `Handle`, to be waited for 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .board import Board, Channel, Mark
@@ -115,6 +116,16 @@ def all_gather(x: Tensor, group: Group, *, why: str) -> Tensor:
     Handle(group.transport.all_gather(gathered, x.contiguous()), x, place).wait()
     group.ledger.waited(group.axis, why, since)
     return gathered
+
+
+def all_gather_slices(x: Tensor, group: Group, sizes: Sequence[int], *, why: str) -> Tensor:
+    """[..., sizes[i]] on each rank -> [..., sum of sizes] on all. Shorter slices travel as long as the longest."""
+    if group.transport is None:
+        return x
+    longest = max(sizes)
+    padded = x if x.shape[-1] == longest else F.pad(x, (0, longest - x.shape[-1]))
+    slices = all_gather(padded, group, why=why).unbind(0)
+    return torch.cat([one.narrow(-1, 0, size) for one, size in zip(slices, sizes, strict=True)], dim=-1)
 
 
 def gather_shares(whole: Tensor, share: Tensor, group: Group, *, why: str) -> Handle:

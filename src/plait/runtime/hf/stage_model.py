@@ -23,8 +23,6 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ...design.layout import balanced
-from ...design.mesh import Mesh
 from ...design.sharding import Sharding
 from ..batch import Batch
 from .after_head import AfterHead, after_head
@@ -111,14 +109,13 @@ class StageModel:
         self, model: Model, sharding: Sharding, rank: int, stage: int, dtype: torch.dtype, *, seed: int,
         attention: str = PLAIT, stops: bool = False,
     ) -> None:  # fmt: skip
-        mesh = sharding.mesh
         self.module = build_on_meta(model.config, attention=attention)
         self._weights = model.weights
         self.dtype = dtype
         self.step = 0
         """Of the run: what dropout is keyed by, beside the samples."""
         self._tied = find_tied(self.module)
-        _localise(self.module, model, mesh, rank)
+        _localise(self.module, model, sharding, rank)
         self._sight = Sight() if attention == PLAIT else None
         if self._sight is not None:
             self._sight.attach(self.module)
@@ -220,22 +217,23 @@ class StageModel:
         return self._dropping
 
 
-def _localise(module: Any, model: Model, mesh: Mesh, rank: int) -> None:
+def _localise(module: Any, model: Model, sharding: Sharding, rank: int) -> None:
     """Tells the attention instances that count their heads how many are here (the config is everybody's and stays)."""
-    tp, place = mesh.degree("tp"), mesh.coordinate(rank)["tp"]
-    if tp == 1:
+    if sharding.mesh.degree("tp") == 1:
         return
     plan = tensor_plan(module, model.config)
-    heads = model.facts.heads
+    heads, groups = sharding.heads
+    (start, stop), (first, last) = sharding.own_heads(rank)
     for name, found in module.named_modules():
         if hasattr(found, "plait_sight") or hasattr(found, "scaling"):
-            groups = model.facts.kv_heads
-            start, stop = (edge * heads // groups for edge in balanced(groups, tp, place))
             found.plait_heads = (start, stop, heads)
+            if hasattr(found, "num_key_value_groups"):
+                found.num_key_value_groups = (stop - start) // (last - first)
         local = plan.local_to(name)
         if any(attribute.startswith("config.") for attribute in local):
             found.config = copy.copy(found.config)
         for attribute in local:
             holder = found.config if attribute.startswith("config.") else found
             counted = attribute.removeprefix("config.")
-            setattr(holder, counted, getattr(holder, counted) // tp)
+            here, whole = (last - first, groups) if "key_value" in counted else (stop - start, heads)
+            setattr(holder, counted, getattr(holder, counted) * here // whole)

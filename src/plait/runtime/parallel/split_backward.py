@@ -79,11 +79,13 @@ class WeightGradients:
 
         module.forward = forward
 
-    def linear(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
         """x Wᵀ + b (x W + b when `transposed`), whose weight's and bias's gradients are put off."""
         used = weight.t() if transposed else weight
         if not torch.is_grad_enabled() or not weight.requires_grad:  # what is frozen is owed nothing
             return F.linear(x, used, bias)
+        assert isinstance(weight, nn.Parameter)
+        assert bias is None or isinstance(bias, nn.Parameter)
 
         def owe(x: Tensor, dy: Tensor) -> None:
             self._owed.append(Product(weight, bias, transposed, x, dy, (self.note(x), self.note(dy))))

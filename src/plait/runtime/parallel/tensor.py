@@ -12,7 +12,7 @@ cut is design/styles.py's; which slice is design/layout.py's. Shoeybi et al., "M
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch.nn.functional as F
@@ -28,10 +28,10 @@ Forward = Callable[[Tensor], Tensor]
 class Multiply(Protocol):
     """x Wᵀ + b, or x W + b when `transposed`."""
 
-    def __call__(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool) -> Tensor: ...
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor: ...
 
 
-def product(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool) -> Tensor:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
     """What autograd knows."""
     return F.linear(x, weight.t() if transposed else weight, bias)
 
@@ -58,28 +58,41 @@ class SharedInput:
 
 
 def split(
-    module: nn.Module, row: Style, group: Group, shared: SharedInput, *, start: int, gather: bool, transposed: bool,
-    multiply: Multiply,
+    module: nn.Module, row: Style, group: Group, shared: SharedInput, *, start: int, sizes: Sequence[int] | None,
+    transposed: bool, multiply: Multiply, copies: Callable[[nn.Parameter], Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Replaces the forward of `module`, whose parameters are (or will be) this rank's slices. `start` is the first row of
-    an embedding's slice; `gather` whether a style that gathers its output does so here; `transposed` whether the weight
-    is [in, out]; `multiply` what a linear layer multiplies by (split_backward.py's, or `product`)."""
+    an embedding's slice; `sizes` how long each rank's slice of the output is where the style gathers it (None: it stays
+    cut); `transposed` whether the weight is [in, out]; `multiply` what a linear layer multiplies by (split_backward.py's,
+    or `product`); `copies`, where other ranks have copies of parts of a fused weight, sees to it that those get the sum
+    of their gradients."""
     forward: Callable[..., Tensor]
     if isinstance(module, nn.Embedding):
         forward = _embedding(module, group, start)
     elif row.cuts == "both":
         forward = _experts(module, group, shared)
     else:
-        forward = _linear(module, row, group, shared, gather, transposed, multiply)
+        forward = _linear(module, row, group, shared, sizes, transposed, multiply, copies or _as_it_is)
     module.forward = forward
 
 
+def sum_copies(parameter: nn.Parameter, *, group: Group, spans: Sequence[tuple[int, int]], transposed: bool) -> Tensor:
+    """A fused weight, or its bias, of which the ranks of a group have copies of some spans of the output dim."""
+    dim = parameter.dim() - 1 if transposed else 0
+    return differentiable.copies(parameter, group, dim, spans, why="gradient of shared keys and values")
+
+
+def _as_it_is(parameter: nn.Parameter) -> Tensor:
+    return parameter
+
+
 def _linear(
-    module: nn.Module, row: Style, group: Group, shared: SharedInput, gather: bool, transposed: bool, multiply: Multiply
-) -> Forward:
+    module: nn.Module, row: Style, group: Group, shared: SharedInput, sizes: Sequence[int] | None, transposed: bool,
+    multiply: Multiply, copies: Callable[[nn.Parameter], Tensor],
+) -> Forward:  # fmt: skip
     def forward(x: Tensor) -> Tensor:
-        weight: nn.Parameter = module.weight  # type: ignore[assignment]
-        bias: nn.Parameter | None = module.bias  # type: ignore[assignment]
+        weight = copies(module.weight)  # type: ignore[arg-type]
+        bias = None if module.bias is None else copies(module.bias)  # type: ignore[arg-type]
         if row.enter == "copy":
             x = shared(x)
         if row.leave == "sum":
@@ -87,8 +100,8 @@ def _linear(
             y = differentiable.sum(multiply(x, weight, None, transposed=transposed), group, why="row-parallel output")
             return y if bias is None else y + bias
         y = multiply(x, weight, bias, transposed=transposed)
-        if row.leave == "gather" and gather:
-            y = differentiable.gather(y, group, why="column-parallel output")
+        if row.leave == "gather" and sizes is not None:
+            y = differentiable.gather(y, group, sizes, why="column-parallel output")
         return y
 
     return forward

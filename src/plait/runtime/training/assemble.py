@@ -136,8 +136,8 @@ def build(
 
     def pipeline(table: Schedule, clock: Clock) -> Pipeline:
         return Pipeline(
-            table, stages, world.group("pp"), width=partial(width_after, plan, trained.facts), dtype=dtype,
-            device=world.device, clock=clock, sink=sink,
+            table, stages, world.group("pp"), width=partial(width_after, plan, trained.facts, tp=world.coordinate["tp"]),
+            dtype=dtype, device=world.device, clock=clock, sink=sink,
         )  # fmt: skip
 
     return Run(
@@ -270,7 +270,7 @@ def _buckets(
 ) -> Buckets:  # fmt: skip
     _, accumulate, reduce = types
     grouped = buckets(held, plan.mesh, world.rank, plan.bucket_bytes, reduce.itemsize)
-    groups = {one.first.summed_over: world.group(*one.first.summed_over) for one in held}
+    groups = {one.summed_over: world.group(*one.summed_over) for one in held}
     of_stage = [bucket[0].first.stages_at(world.coordinate["pp"])[0] for bucket in grouped]
     return Buckets(grouped, of_stage, parameters, groups, accumulate, reduce, parts, summed)
 
@@ -301,14 +301,20 @@ def _replace_forwards(
             named = model.facts.styles[name]
             row = style(named, name) if named is not None and group.size > 1 else None
             is_transposed = transposed(module)
-            if owed is not None and is_transposed is not None:
+            axes, spans = parameter.summed_early(world.mesh, world.rank)
+            puts_off = owed is not None and is_transposed is not None and not spans
+            if owed is not None and puts_off:
                 later.add(name)
-                owed.put_off(module, transposed=is_transposed)
+                owed.put_off(module, transposed=bool(is_transposed))
             if row is not None and (row.enter, row.leave) != ("none", "none"):
-                # The head's output stays cut: the loss reads it so.
                 tensor.split(
-                    module, row, group, shared, start=_first_row(parameter, world), gather=name != model.facts.head,
-                    transposed=bool(is_transposed), multiply=owed.linear if owed is not None else tensor.product,
+                    module, row, group, shared, start=_first_row(parameter, world),
+                    # The head's output stays cut: the loss reads it so.
+                    sizes=None if name == model.facts.head else sharding.slices(parameter.name),
+                    transposed=bool(is_transposed), multiply=owed.linear if owed and puts_off else tensor.product,
+                    copies=partial(
+                        tensor.sum_copies, group=world.group(*axes), spans=spans, transposed=bool(is_transposed)
+                    ) if spans else None,
                 )  # fmt: skip
     return later
 
