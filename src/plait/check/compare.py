@@ -21,6 +21,7 @@ from torch import Tensor
 from ..design.cost.traffic import traffic
 from ..design.plan import Plan
 from ..design.records import Traffic
+from ..design.styles import STYLES
 from ..runtime.batch import Batch
 from ..runtime.comm.world import World
 from ..runtime.data import batches as dealt
@@ -102,8 +103,11 @@ class _Desk:
 
     def _is_in_shares(self, place: Place) -> bool:
         """Whether no rank has a slice of what the reference has, but each a share: of a copy's output, the gradient that
-        its own heads give."""
-        return place.quantity == "output gradient" and self._run.sharding.has_copies(place.name)
+        its own heads give; with sp of what experts give, their part of the sum."""
+        if place.quantity == "output gradient":
+            return self._run.sharding.has_copies(place.name)
+        named = self._model.facts.styles.get(place.name)
+        return place.quantity == "output" and self._plan.sp and named is not None and STYLES[named].cuts == "both"
 
     def _mine(self, place: Place) -> bool:
         """Whether this rank has something at `place`, on paper."""

@@ -22,7 +22,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from ..design.layout import Box, Layout
+from ..design.layout import Box, Layout, balanced
 from ..design.mesh import Mesh
 from ..design.part import Parameter, Part
 from ..design.sharding import Quantity, Sharding
@@ -153,9 +153,12 @@ def beside(slices: Sequence[Tensor], parameter: Parameter, stretch: tuple[int, i
 
 def output_of(module: str, shape: Sequence[int], whole: Any, sharding: Sharding, rank: int) -> Tensor:
     """The slice that `rank` should have of a module's output (or of its gradient), where it holds one of `shape`: all of
-    `whole`, or what its slice of the weight makes, or what belongs to its own heads."""
+    `whole`, or what its slice of the weight makes, or what belongs to its own heads or tokens."""
     full, weight = list(whole.get_shape() if hasattr(whole, "get_shape") else whole.shape), sharding.of_module(module)
     differ = [dim for dim, (mine, all_) in enumerate(zip(shape, full, strict=False)) if mine != all_]
+    if sharding.sp and differ == [1] and len(shape) == len(full) == 3:  # the rank's own tokens
+        own: Tensor = whole[:, slice(*balanced(full[1], sharding.mesh.degree("tp"), sharding.mesh.index(rank, "tp")))]
+        return own
     if len(shape) != len(full) or len(differ) != 1 or weight is None:
         found: Tensor = whole[...] if hasattr(whole, "get_shape") else whole
         return found

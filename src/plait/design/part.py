@@ -11,7 +11,7 @@ from typing import Literal
 from .layout import Box, Layout, elements
 from .mesh import Mesh, rest_of
 
-REGION_AXES = {"full": ("dp",), "heads": ("dp", "tp")}
+REGION_AXES = {"full": ("dp",), "heads": ("dp", "tp"), "tokens": ("dp", "tp")}
 """Which axes cut the *work* of a module, by the region it works in. dp cuts the batch everywhere; a module that works
 on a shard of the tokens or of the heads adds the axis that cuts those."""
 

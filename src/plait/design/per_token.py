@@ -17,6 +17,7 @@ Bytes: every tensor that some backward needs, once; h hidden, a heads of D, t tp
     plain MLP   2 f e / t              the output before the activation and after it
     stage       2 D e                  cosines and sines of the positions
     embedding   9 where t > 1          the tokens' places among the own rows, and the mask of those that are elsewhere
+    sp          norm, recomputed       of the own tokens; what column-parallel layers read is among them
     recomputed  h e                    the block's input, and nothing else (of attention: nothing but what norms keep)
     frozen      less: what a norm multiplies by its weight, what linear layers alone read; all where no gradient comes
     head, loss  4 V / t + 18           fp32 exponentials, their sum, the target and its two masks; where the loss is
@@ -93,6 +94,14 @@ class Here:
         return [stop - start for start, stop in self.sharding.parameter(fact.name).spans(self.sharding.mesh, self.rank)]
 
     @property
+    def own(self) -> float:
+        """Which share of the tokens this rank has between the branches of blocks; a whole number where it has all."""
+        if not self.plan.sp:
+            return 1
+        own = self.plan.tokens_at(self.plan.seq)[self.sharding.mesh.index(self.rank, "tp")]
+        return own / self.plan.seq
+
+    @property
     def heads(self) -> int:
         """Query heads."""
         start, stop = self.sharding.own_heads(self.rank)[0]
@@ -108,14 +117,14 @@ class Here:
         return width_after(self.plan, self.facts, stage, tp=self.sharding.mesh.index(self.rank, "tp"))
 
 
-def kept(here: Here, stage: int) -> int:
+def kept(here: Here, stage: int) -> float:
     """Bytes that one token leaves for backward on a rank of `stage`."""
     plan, facts, sharding = here.plan, here.facts, here.sharding
     item = ELEMENT[plan.compute]
     used = [facts.by_name[held.name] for held in sharding.on_stage(stage)]
     # The loss may be a stage without blocks, and backward need not come to any.
     turned = any(fact.block is not None and sharding.reaches(stage, fact.block) for fact in used)
-    token = 2 * (facts.hidden // facts.heads) * item * turned
+    token: float = 2 * (facts.hidden // facts.heads) * item * turned
     token += sum(block_bytes(here, ours, reached=sharding.reaches(stage, b)) for b, ours in blocks_of(used))
     return token + _of_loss(here, stage)
 
@@ -134,7 +143,7 @@ def at_work(here: Here, stage: int) -> int:
     return (WIDE + ELEMENT[plan.compute] * (plan.compute != "fp32")) * here.rows
 
 
-def replayed(here: Here, stage: int, *, splits: bool) -> int:
+def replayed(here: Here, stage: int, *, splits: bool) -> float:
     """The most bytes a token by which a backward of `stage` with recomputation goes beyond what it began with: the inside
     of a block comes back when what was kept behind it is gone, or where backward `splits` is put off."""
     plan, facts, sharding = here.plan, here.facts, here.sharding
@@ -142,7 +151,8 @@ def replayed(here: Here, stage: int, *, splits: bool) -> int:
         return 0
     item = ELEMENT[plan.compute]
     used = [facts.by_name[held.name] for held in sharding.on_stage(stage)]
-    most, since = 0, -_of_loss(here, stage)
+    most: float = 0
+    since: float = -_of_loss(here, stage)
     plain = without_recomputation(here)
     for block, ours in reversed(blocks_of(used)):
         reached = sharding.reaches(stage, block)
@@ -152,9 +162,11 @@ def replayed(here: Here, stage: int, *, splits: bool) -> int:
         if plan.recompute == "full" and plan.recomputes(block):
             # In fp32 the norm's input is the block's, which is kept already.
             inside = block_bytes(plain, ours, reached=True) - (held if item == WIDE else 0)
-            most = max(most, since + inside + (facts.hidden * item if splits else 0))
+            most = max(most, since + inside + (facts.hidden * item * here.own if splits else 0))
         elif plan.recomputes(block):
-            first = facts.hidden * (WIDE + 2 * item) + WIDE  # the norm before attention is all that is left by then
+            first = (
+                facts.hidden * (WIDE + 2 * item) + WIDE
+            ) * here.own  # the norm before attention is all that is left by then
             most = max(most, since + block_bytes(plain, ours, reached=True) - held - (held - first))
         since -= held
         if splits:
@@ -170,7 +182,7 @@ def without_recomputation(here: Here) -> Here:
     return replace(here, plan=here.plan.model_copy(update={"recompute": "none", "recompute_every": 1}))
 
 
-def block_bytes(here: Here, ours: list[ParameterFact], *, reached: bool) -> int:
+def block_bytes(here: Here, ours: list[ParameterFact], *, reached: bool) -> float:
     """What a block leaves, or what comes before or after the blocks; `reached` says whether its input has a gradient."""
     plan, facts = here.plan, here.facts
     item, block = ELEMENT[plan.compute], ours[0].block
@@ -179,7 +191,7 @@ def block_bytes(here: Here, ours: list[ParameterFact], *, reached: bool) -> int:
     if not reached:
         return 0
     if plan.recompute == "full" and plan.recomputes(block):
-        return facts.hidden * item
+        return facts.hidden * item * (here.own if block else 1)  # the first one reads whole rows
     weights = [fact for fact in ours if fact.tensor == "weight"]
     norms = [fact for fact in weights if len(fact.shape) == 1]
     token = len(norms) * (facts.hidden * (WIDE + 2 * item) + WIDE)
@@ -190,7 +202,7 @@ def block_bytes(here: Here, ours: list[ParameterFact], *, reached: bool) -> int:
     unread = sum(not plan.trains(fact) for fact in norms)
     by_columns = [fact for fact in weights if _cut_by_columns(fact)]
     unread += len({fact.reads for fact in by_columns} - {fact.reads for fact in by_columns if plan.trains(fact)})
-    return token - unread * facts.hidden * item + _matrices(here, weights) * item + scores
+    return (token - unread * facts.hidden * item) * here.own + _matrices(here, weights) * item + scores
 
 
 def _of_an_end(plan: Plan, facts: ModelFacts, ours: list[ParameterFact], *, reached: bool) -> int:
@@ -221,12 +233,12 @@ def in_attention(fact: ParameterFact) -> bool:
     return any("attn" in name or "attention" in name for name in fact.module.split(".")[:-1])
 
 
-def deferred(here: Here, stage: int, ours: list[ParameterFact] | None = None) -> int:
+def deferred(here: Here, stage: int, ours: list[ParameterFact] | None = None) -> float:
     """Bytes that one token keeps on each rank of `stage` between the backward of the input and that of the weights: what
     every linear layer read, once, and the gradients of what each gave; of `ours`, or all of the stage."""
     plan, facts, sharding = here.plan, here.facts, here.sharding
     names = {held.name for held in (sharding.on_stage(stage) if ours is None else ours)}
-    token = 0
+    token: float = 0
     read: set[str] = set()
     for held in sharding.on_stage(stage):
         if held.name not in names:
@@ -247,11 +259,12 @@ def deferred(here: Here, stage: int, ours: list[ParameterFact] | None = None) ->
         token += out
         if reads not in read:
             read.add(reads)
-            token += into
+            # What whole rows were made of, in blocks.
+            token += into * (here.own if cuts == "out" and fact.block is not None else 1)
     return token * ELEMENT[plan.compute]
 
 
-def arriving(here: Here, stage: int) -> int:
+def arriving(here: Here, stage: int) -> float:
     """Bytes a token of the gradient of what `stage` gave: where backward is split, its last linear layer keeps it. The
     stage with the loss gets none: it makes that of the logits in the place of its exponentials."""
     plan, facts = here.plan, here.facts

@@ -102,6 +102,18 @@ def tensors_can_be_cut(plan: Plan, facts: ModelFacts) -> str | None:
     return None
 
 
+def rows_can_be_cut(plan: Plan, facts: ModelFacts) -> str | None:
+    if not plan.sp:
+        return None
+    if plan.tp == 1:
+        return "sp deals the tokens of a row to tp ranks, and tp is 1: set sp false, or tp 2 or more."
+    if facts.whole_rows:
+        return f"sp deals the tokens of a row to tp ranks, but {facts.whole_rows}: set sp false."
+    if plan.seq < plan.tp:
+        return f"sp deals the {plan.seq} tokens of a row to {plan.tp} ranks: set seq {plan.tp} or more."
+    return None
+
+
 def _uncut(parameter: ParameterFact, facts: ModelFacts, tp: int) -> str | None:
     """Why so many ranks cannot each have something of a parameter."""
     for piece in parameter.pieces if parameter.cut is not None else ():
@@ -269,7 +281,8 @@ def evaluation_is_asked_for(plan: Plan, facts: ModelFacts) -> str | None:
 
 RULES: tuple[Rule, ...] = (
     degrees_make_the_ranks, schedule_is_known, limit_is_for_a_search, batch_divides, blocks_fill_stages,
-    blocks_are_dealt, tensors_can_be_cut, shares_are_of_several, something_trains, recomputation_has_something,
+    blocks_are_dealt, tensors_can_be_cut, rows_can_be_cut, shares_are_of_several, something_trains,
+    recomputation_has_something,
     loss_is_in_chunks, master_is_alone_with_its_ranks, orders_are_of_several, sums_keep_what_they_add,
     scale_is_for_fp16, sequence_fits, warm_up_ends, own_attention_drops_nothing, evaluation_is_asked_for,
 )  # fmt: skip

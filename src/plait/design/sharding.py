@@ -42,13 +42,15 @@ weights too. ZeRO-2 differs from ZeRO-1 in what it keeps before the sum: no more
 @dataclass(frozen=True)
 class Sharding:
     """All parameters of a model over the mesh of a plan; `placement` says where each stage is on the pp axis, `zero`
-    which stage of ZeRO cuts over dp what its ranks would hold copies of, `heads` how many query and KV heads it has."""
+    which stage of ZeRO cuts over dp what its ranks would hold copies of, `heads` how many query and KV heads it has,
+    `sp` whether tp ranks have tokens of their own between the branches of blocks."""
 
     mesh: Mesh
     placement: tuple[int, ...]
     parameters: tuple[Parameter, ...]
     zero: int = 0
     heads: tuple[int, int] = (0, 0)
+    sp: bool = False
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -170,9 +172,13 @@ class Sharding:
         return tuple(sum(stop - start for start, stop in parameter.spans(self.mesh, rank)) for rank in ranks)
 
     def has_copies(self, module: str) -> bool:
-        """Whether a module's weight has slices that are on several places of tp, of which each uses it in its own way."""
+        """Whether several places of tp make the same of a module, keys or values, and each uses it in its own way."""
         weight = self.of_module(module)
-        return weight is not None and any(part.compute.cut_axes and part.is_copied for part in weight.parts)
+        if weight is None:
+            return False
+        if weight.first.region == "heads" and not weight.first.compute.cut_axes:  # norms of heads
+            return self.mesh.degree("tp") > self.heads[1]
+        return any(part.compute.cut_axes and part.is_copied for part in weight.parts)
 
     def of_module(self, module: str) -> Parameter | None:
         """The first parameter that `module` uses: its weight."""
@@ -213,6 +219,16 @@ def _uses(parameter: ParameterFact, stages: Sequence[int], last: int) -> tuple[t
     )
 
 
+def _on_own_tokens(fact: ParameterFact, facts: ModelFacts) -> bool:
+    """Whether a parameter is used, with sp, where a rank has its own tokens only: in a block beside attention and MLP, or
+    as what is added to the sum that comes out of them."""
+    if fact.block is None or fact.cut is not None:
+        return False
+    return fact.branch not in facts.branches[fact.block] or (
+        fact.style is not None and style(fact.style, fact.module).cuts == "in"
+    )
+
+
 def shard(facts: ModelFacts, plan: Plan) -> Sharding:
     """Lays `facts` over the plan's mesh."""
     parameters = []
@@ -222,6 +238,8 @@ def shard(facts: ModelFacts, plan: Plan) -> Sharding:
         uses = _uses(fact, stages, plan.stages - 1)
         places = tuple(placement[stage] for stage, _ in uses)
         region = "full" if fact.style is None or plan.tp == 1 else style(fact.style, fact.module).region
+        if plan.sp and plan.tp > 1 and _on_own_tokens(fact, facts):
+            region = "tokens"
         parts, start = [], 0
         for piece in fact.pieces:
             layout = _layout(fact, piece, tuple(dict.fromkeys(places)), plan.tp)
@@ -243,7 +261,7 @@ def shard(facts: ModelFacts, plan: Plan) -> Sharding:
             start += piece.length
         parameters.append(Parameter(fact.name, tuple(parts)))
     zero = plan.zero if plan.dp > 1 else 0
-    return Sharding(plan.mesh, placement, tuple(parameters), zero, (facts.heads, facts.kv_heads))
+    return Sharding(plan.mesh, placement, tuple(parameters), zero, (facts.heads, facts.kv_heads), plan.sp)
 
 
 def _runs(

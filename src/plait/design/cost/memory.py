@@ -21,8 +21,9 @@ each token leaves behind (`per_token.kept`), times the tokens of each microbatch
 on the rank. Where backward is split, `deferred` lives on until the backward of the weights, and the gradient that a
 stage gets (`arriving`) is kept while all its activations still are; so is, where the loss is in chunks, the chunk of
 logits `at_work`. By how much the fullest moment of a step goes beyond that is peak.py's, which knows no loss in chunks,
-no frozen weights, and no gradients in another type than fp32. Left out: the masks of packed documents, the batch itself,
-what a kernel needs while it runs, what an allocator rounds up, and the process (interpreter, libraries, CUDA's context).
+no frozen weights, no sequence parallelism, and no gradients in another type than fp32. Left out: the masks of packed
+documents, the batch itself, what a kernel needs while it runs, what an allocator rounds up, and the process (interpreter,
+libraries, CUDA's context).
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _step(here: Here, schedule: Schedule, lowered: Schedule, place: int) -> tupl
         return peak.rise(here.at(stage), stage, tokens[m], splits=schedule.splits)
 
     kept_ = _kept(here, schedule, place)
-    plain = all(one.first.trains for one in sharding.parameters) and plan.dp_method == "ddp"
+    plain = all(one.first.trains for one in sharding.parameters) and plan.dp_method == "ddp" and not plan.sp
     if plan.chunks_loss or not plain or {plan.accumulates, plan.reduces} != {"fp32"}:
         return kept_, None
     tied = [one for one in sharding.at(place) if one.first.owner == place and len(set(one.first.places)) > 1]
@@ -107,7 +108,7 @@ def _kept(here: Here, schedule: Schedule, place: int) -> int:
     # Whole, the loss of a microbatch is multiplied by one fp32 number. By the time that a block is computed again it is
     # gone, and so is the chunk at work where there are several.
     number = {stage: WIDE * (stage == plan.loss_stage and not plan.chunks_loss) for stage in stages}
-    return int(fullest(
+    return round(fullest(
         schedule, place, forward=lambda stage, m: forward[stage] * tokens[m] + number[stage],
         deferred=lambda stage, m: later[stage] * tokens[m],
         arriving=lambda stage, m: max(

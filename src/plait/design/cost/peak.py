@@ -58,8 +58,8 @@ def rise(here: Here, stage: int, tokens: int, *, splits: bool) -> Rise:
     used = [facts.by_name[held.name] for held in here.sharding.on_stage(stage)]
     most = max((here.elements(fact) for fact in used), default=0)
     return Rise(
-        kept=kept(here, stage) * tokens,
-        deferred=deferred(here, stage) * tokens if splits else 0,
+        kept=round(kept(here, stage) * tokens),
+        deferred=round(deferred(here, stage) * tokens) if splits else 0,
         forward=_forward(here, used, stage, tokens),
         backward=_backward(here, used, stage, tokens, splits=splits),
         weights=most * item if item < WIDE else 0,  # in fp32 products are added where they belong
@@ -80,7 +80,7 @@ def _forward(here: Here, used: list[ParameterFact], stage: int, tokens: int) -> 
     for block, ours in reversed(blocks_of(used)):
         if plan.recompute == "full" and plan.recomputes(block):
             most = max(most, 3 * _inside(here, ours)[0] * item + 2 * hidden - later)
-        later += block_bytes(here, ours, reached=True)
+        later += int(block_bytes(here, ours, reached=True))
     return most * tokens
 
 
@@ -102,7 +102,7 @@ def _backward(here: Here, used: list[ParameterFact], stage: int, tokens: int, *,
         since = hidden - (WIDE * row + 18 * tokens) * (stage == plan.loss_stage)
     plain = without_recomputation(here)
     for block, ours in reversed(blocks_of(used)):
-        held = block_bytes(here, ours, reached=True) * tokens
+        held = int(block_bytes(here, ours, reached=True)) * tokens
         if block is None:
             looked_up = [fact for fact in ours if stage == 0 and not fact.after_blocks and len(fact.shape) == 2]
             most = max([most, *(since + gradient(fact) for fact in looked_up)])
@@ -114,11 +114,11 @@ def _backward(here: Here, used: list[ParameterFact], stage: int, tokens: int, *,
             work = max(work, NORM * WIDE * facts.hidden * tokens - inside * (1 if splits else 2 + 2 * gated))
             if plan.recompute == "full" and plan.recomputes(block):
                 # What the block gave is there again; in fp32 what its norm reads is what was kept.
-                work += block_bytes(plain, ours, reached=True) * tokens - (held if item == WIDE else 0) + hidden
+                work += int(block_bytes(plain, ours, reached=True)) * tokens - (held if item == WIDE else 0) + hidden
             most = max(most, since + work)
         since -= held
         if splits:
-            since += deferred(here, stage, ours) * tokens
+            since += int(deferred(here, stage, ours)) * tokens
     return most
 
 

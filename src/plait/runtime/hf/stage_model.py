@@ -103,14 +103,16 @@ def transposed(module: nn.Module) -> bool | None:
 class StageModel:
     """What a stage computes on `rank`: `forward(batch, received)` gives the hidden state for the next stage, or
     logits; where the forward `stops` at its head, what the head would read. `attention` is the plan's: plait's, or the
-    model's own."""
+    model's own. `own` says which of so many tokens of a row blocks have between their branches: (start, stop, of), or
+    None for all."""
 
     def __init__(
         self, model: Model, sharding: Sharding, rank: int, stage: int, dtype: torch.dtype, *, seed: int,
         attention: str = PLAIT, stops: bool = False,
+        own: Callable[[int], tuple[int, int, int] | None] = lambda seq: None,
     ) -> None:  # fmt: skip
         self.module = build_on_meta(model.config, attention=attention)
-        self._weights = model.weights
+        self._weights, self._own = model.weights, own
         self.dtype = dtype
         self.step = 0
         """Of the run: what dropout is keyed by, beside the samples."""
@@ -202,10 +204,12 @@ class StageModel:
         """While it is entered, modules see `batch` as they saw it at `mark`."""
         if self._sight is not None:
             self._sight.look_at(batch)
+        at_hand, self.at_hand = self.at_hand, batch
         with self._drops(batch):
             if self._dropping is not None:
                 self._dropping.resume(mark)
             yield
+        self.at_hand = at_hand
 
     def _drops(self, batch: Batch) -> AbstractContextManager[object]:
         """Dropout of this microbatch, where the model has any and is in training."""
@@ -213,7 +217,7 @@ class StageModel:
             return nullcontext()
         # Samples and evaluation take no gradients, and drop nothing.
         self.module.train(torch.is_grad_enabled())
-        self._dropping.at(self.step, batch.sample_ids)
+        self._dropping.at(self.step, batch.sample_ids, self._own(batch.tokens.shape[1]))
         return self._dropping
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from ...design.errors import PlanError
 from ...design.part import Parameter
-from ...design.plan import Plan, stage_blocks, width_after
+from ...design.plan import Plan, shape_after, stage_blocks
 from ...design.rules import validate
 from ...design.schedule import FORWARD_ONLY, Schedule, check, lower
 from ...design.sharding import Sharding, buckets, shard
-from ...design.styles import style
+from ...design.styles import Style, style
 from ...design.table import settled, table
 from .. import sequential
 from ..comm.collectives import Handle
@@ -30,6 +30,7 @@ from ..parallel.gathering import Gathering
 from ..parallel.master import Master
 from ..parallel.pipeline import Pipeline
 from ..parallel.recompute import Recompute
+from ..parallel.sequence import Tokens
 from ..parallel.split_backward import WeightGradients
 from ..parallel.stage import Stage
 from ..parallel.tied import TiedWeights
@@ -70,7 +71,7 @@ def build(
     # The modules of each stage here, without memory; then each module gets its slices, where weights live: where they
     # are, or with ZeRO in units, of which dp ranks have shares, whole for as long as they are at work.
     shared = tensor.SharedInput(world.group("tp"))
-    bodies, owed, parts = _bodies(plan, trained, sharding, world, shared, dtype, splits=computed.splits)
+    bodies, owed, parts, cut = _bodies(plan, trained, sharding, world, shared, dtype, splits=computed.splits)
     gathering, shares = _shares(plan, sharding, world, types, parts, splits=computed.splits)
     kept: dict[str, nn.Parameter] = {}
     for body in bodies.values():
@@ -136,7 +137,7 @@ def build(
 
     def pipeline(table: Schedule, clock: Clock) -> Pipeline:
         return Pipeline(
-            table, stages, world.group("pp"), width=partial(width_after, plan, trained.facts, tp=world.coordinate["tp"]),
+            table, stages, world.group("pp"), shape=_shapes(plan, trained, world),
             dtype=dtype, device=world.device, clock=clock, sink=sink,
         )  # fmt: skip
 
@@ -144,10 +145,16 @@ def build(
         plan=plan, world=world, model=trained, sharding=sharding, sink=sink, optimizer=optimizer, tied=tied, clock=clock,
         bodies=bodies, parameters=parameters, stages=stages, pipeline=pipeline(schedule, clock),
         forward=pipeline(_forwards(plan, 1), Clock(world.device)),
-        evaluation=pipeline(_forwards(plan, plan.microbatches), Clock(world.device)), forget=shared,
+        evaluation=pipeline(_forwards(plan, plan.microbatches), Clock(world.device)), forget=[shared, *cut.values()],
         gathering=gathering, recomputing=recomputing, chunked=chunked[0] if chunked else None, master=master,
         steps=steps,
     )  # fmt: skip
+
+
+def _shapes(plan: Plan, model: Trained, world: World) -> Callable[[int, int, int], Sequence[int]]:
+    """Of what a stage gives to the next, for a microbatch of so many rows of so many tokens."""
+    tp = world.coordinate["tp"]
+    return lambda stage, rows, seq: shape_after(plan, model.facts, stage, rows=rows, seq=seq, tp=tp)
 
 
 def _gather_for(
@@ -191,27 +198,63 @@ def _body(plan: Plan, model: Trained, sharding: Sharding, world: World, stage: i
         return SequentialStage(model, *stage_blocks(plan, model.facts)[stage], dtype)
     return StageModel(
         model, sharding, world.rank, stage, dtype, seed=plan.seed, attention=plan.attention,
-        stops=plan.chunks_loss and stage == plan.loss_stage,
+        stops=plan.chunks_loss and stage == plan.loss_stage, own=partial(_own_span, plan, world.coordinate["tp"]),
     )  # fmt: skip
 
 
 def _bodies(
     plan: Plan, model: Trained, sharding: Sharding, world: World, shared: tensor.SharedInput, dtype: torch.dtype, *,
     splits: bool,
-) -> tuple[dict[int, Body], dict[int, WeightGradients], Counter[str]]:  # fmt: skip
+) -> tuple[dict[int, Body], dict[int, WeightGradients], Counter[str], dict[int, Tokens]]:  # fmt: skip
     """The stages of this rank, where tp has replaced forwards, and split backward what linear layers do for their
-    weights; what those owe; and in how many parts each gradient comes. A weight that two stages of this rank use is one.
-    """
+    weights; what those owe; in how many parts each gradient comes; and with sp how rows are cut. A weight that two stages
+    of this rank use is one."""
     bodies: dict[int, Body] = {}
+    cut: dict[int, Tokens] = {}
     owed: dict[int, WeightGradients] = {}
     parts: Counter[str] = Counter()
     for number in (number for number in sharding.stages_at(world.coordinate["pp"]) if number < plan.stages):
         body = bodies[number] = _body(plan, model, sharding, world, number, dtype)
         if splits:
             owed[number] = WeightGradients()
-        later = _replace_forwards(plan, model, body, sharding, world, shared, number, owed.get(number))
+        if plan.sp:
+            cut[number] = Tokens(world.group("tp"), partial(_own_tokens, plan, body))
+        ways = _Ways(owed.get(number), cut.get(number), shared)
+        later = _replace_forwards(plan, model, body, sharding, world, number, ways)
+        if plan.sp:
+            _cut_rows(cut[number], model, body, sharding)
+            if number == 0:
+                cut[number].begin(body.blocks[0])
+            if number == plan.stages - 1:
+                cut[number].end(body.blocks[model.facts.blocks - 1])
         parts += _parts(plan, sharding, number, body, later)
-    return bodies, owed, parts
+    return bodies, owed, parts, cut
+
+
+def _own_span(plan: Plan, place: int, seq: int) -> tuple[int, int, int] | None:
+    """Which of so many tokens of a row a place of tp has between the branches of blocks, if not all."""
+    sizes = plan.tokens_at(seq)
+    start = sum(sizes[:place])
+    return (start, start + sizes[place], seq) if plan.sp else None
+
+
+def _own_tokens(plan: Plan, body: Body) -> Sequence[int]:
+    assert body.at_hand is not None
+    return plan.tokens_at(body.at_hand.tokens.shape[1])
+
+
+def _cut_rows(tokens: Tokens, model: Trained, body: Body, sharding: Sharding) -> None:
+    """Has attention and MLP of every block read whole rows, and give own tokens."""
+    facts = model.facts
+    for block in body.blocks:
+        for branch in facts.branches[block]:
+            inside = [fact for fact in facts.parameters if fact.branch == branch]
+            styles = [style(fact.style, fact.module) for fact in inside if fact.style is not None]
+            tokens.branch(body.module.get_submodule(branch), scatters=any(row.cuts == "both" for row in styles))
+            # What every rank does the same with there: a router.
+            alike = {f.module for f in inside if all(p.region == "full" for p in sharding.parameter(f.name).parts)}
+            for name in alike - {fact.module for fact in inside if fact.cut is not None or fact.style is not None}:
+                tokens.once(body.module.get_submodule(name))
 
 
 def _shares(
@@ -282,13 +325,38 @@ def _forwards(plan: Plan, microbatches: int) -> Schedule:
     return table
 
 
+@dataclass(frozen=True)
+class _Ways:
+    """How a stage's layers are carried out: what they owe where backward is split, with sp how rows are cut, and what
+    column-parallel layers share."""
+
+    owed: WeightGradients | None
+    tokens: Tokens | None
+    shared: tensor.SharedInput
+
+    def around(self, row: Style, *, in_block: bool) -> tuple[tensor.Change, tensor.Change | None]:
+        """What a layer does to what it copies in, and to partial sums (None: they are summed)."""
+        if self.tokens is None or not in_block:
+            return self.shared, None
+        return tensor.as_it_is, tensor.as_it_is if row.cuts == "both" else self.tokens.scatter
+
+    def multiply(self, *, puts_off: bool) -> tensor.Multiply:
+        owed, tokens = self.owed, self.tokens
+        if owed is None or not puts_off:
+            return tensor.product if tokens is None else tokens.multiply
+        if tokens is None:
+            return owed.linear
+        return lambda x, weight, bias, *, transposed: owed.linear(
+            x, weight, bias, transposed=transposed, rows=tokens.rows_of(x)
+        )
+
+
 def _replace_forwards(
-    plan: Plan, model: Trained, body: Body, sharding: Sharding, world: World, shared: tensor.SharedInput, stage: int,
-    owed: WeightGradients | None,
-) -> set[str]:  # fmt: skip
+    plan: Plan, model: Trained, body: Body, sharding: Sharding, world: World, stage: int, ways: _Ways
+) -> set[str]:
     """Splits the layers of a stage over tp, and puts off the weight gradients of linear layers where backward is split:
     the names of the modules whose gradients do not come by autograd."""
-    done, later, group = set[str](), set[str](), world.group("tp")
+    done, later, group, owed = set[str](), set[str](), world.group("tp"), ways.owed
     for parameter in sharding.on_stage(stage):
         for place, name in parameter.first.uses:
             if place != stage or name in done:
@@ -307,11 +375,12 @@ def _replace_forwards(
                 later.add(name)
                 owed.put_off(module, transposed=bool(is_transposed))
             if row is not None and (row.enter, row.leave) != ("none", "none"):
+                enter, add = ways.around(row, in_block=parameter.first.block is not None)
                 tensor.split(
-                    module, row, group, shared, start=_first_row(parameter, world),
+                    module, row, group, enter=enter, add=add, start=_first_row(parameter, world),
                     # The head's output stays cut: the loss reads it so.
                     sizes=None if name == model.facts.head else sharding.slices(parameter.name),
-                    transposed=bool(is_transposed), multiply=owed.linear if owed and puts_off else tensor.product,
+                    transposed=bool(is_transposed), multiply=ways.multiply(puts_off=puts_off),
                     copies=partial(
                         tensor.sum_copies, group=world.group(*axes), spans=spans, transposed=bool(is_transposed)
                     ) if spans else None,
