@@ -98,7 +98,7 @@ def check(row: dict[str, Any], path: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("row", some(ROWS, 3), ids=lambda row: "-".join(map(str, row.values())))
-def test_equal_to_one_process(nursery: Nursery, folders: dict[str, str], row: dict[str, Any]) -> None:
+def test_p043_p045_equal_to_one_process(nursery: Nursery, folders: dict[str, str], row: dict[str, Any]) -> None:
     for values in nursery(check, row, folders[row["model"]]):
         verdict = Verdict.from_json(values)
         assert verdict.passed, (verdict.first, verdict.cause)

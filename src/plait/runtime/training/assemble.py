@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,13 +16,12 @@ from ...design.plan import Plan, shape_after, stage_blocks
 from ...design.rules import validate
 from ...design.schedule import FORWARD_ONLY, Schedule, check, lower
 from ...design.sharding import Sharding, buckets, shard
-from ...design.styles import Style, style
 from ...design.table import settled, table
 from .. import sequential
 from ..comm.collectives import Handle
 from ..comm.world import World
 from ..hf.read import Model, read
-from ..hf.stage_model import StageModel, transposed
+from ..hf.stage_model import StageModel
 from ..parallel import frozen, loss, tensor
 from ..parallel.clock import Clock
 from ..parallel.data import Buckets
@@ -36,6 +35,7 @@ from ..parallel.stage import Stage
 from ..parallel.tied import TiedWeights
 from ..parallel.zero import Shares
 from ..sequential import SequentialModel, SequentialStage
+from . import layers
 from .optimizer import Optimizer
 from .step import Body, Run, Trained
 
@@ -198,7 +198,7 @@ def _body(plan: Plan, model: Trained, sharding: Sharding, world: World, stage: i
         return SequentialStage(model, *stage_blocks(plan, model.facts)[stage], dtype)
     return StageModel(
         model, sharding, world.rank, stage, dtype, seed=plan.seed, attention=plan.attention,
-        stops=plan.chunks_loss and stage == plan.loss_stage, own=partial(_own_span, plan, world.coordinate["tp"]),
+        stops=plan.chunks_loss and stage == plan.loss_stage, own=partial(layers.own_span, plan, world.coordinate["tp"]),
     )  # fmt: skip
 
 
@@ -218,43 +218,17 @@ def _bodies(
         if splits:
             owed[number] = WeightGradients()
         if plan.sp:
-            cut[number] = Tokens(world.group("tp"), partial(_own_tokens, plan, body))
-        ways = _Ways(owed.get(number), cut.get(number), shared)
-        later = _replace_forwards(plan, model, body, sharding, world, number, ways)
+            cut[number] = Tokens(world.group("tp"), partial(layers.own_tokens, plan, body))
+        ways = layers.Ways(owed.get(number), cut.get(number), shared)
+        later = layers.replace_forwards(plan, model, body, sharding, world, number, ways)
         if plan.sp:
-            _cut_rows(cut[number], model, body, sharding)
+            layers.cut_rows(cut[number], model, body, sharding)
             if number == 0:
                 cut[number].begin(body.blocks[0])
             if number == plan.stages - 1:
                 cut[number].end(body.blocks[model.facts.blocks - 1])
-        parts += _parts(plan, sharding, number, body, later)
+        parts += layers.parts(plan, sharding, number, body, later)
     return bodies, owed, parts, cut
-
-
-def _own_span(plan: Plan, place: int, seq: int) -> tuple[int, int, int] | None:
-    """Which of so many tokens of a row a place of tp has between the branches of blocks, if not all."""
-    sizes = plan.tokens_at(seq)
-    start = sum(sizes[:place])
-    return (start, start + sizes[place], seq) if plan.sp else None
-
-
-def _own_tokens(plan: Plan, body: Body) -> Sequence[int]:
-    assert body.at_hand is not None
-    return plan.tokens_at(body.at_hand.tokens.shape[1])
-
-
-def _cut_rows(tokens: Tokens, model: Trained, body: Body, sharding: Sharding) -> None:
-    """Has attention and MLP of every block read whole rows, and give own tokens."""
-    facts = model.facts
-    for block in body.blocks:
-        for branch in facts.branches[block]:
-            inside = [fact for fact in facts.parameters if fact.branch == branch]
-            styles = [style(fact.style, fact.module) for fact in inside if fact.style is not None]
-            tokens.branch(body.module.get_submodule(branch), scatters=any(row.cuts == "both" for row in styles))
-            # What every rank does the same with there: a router.
-            alike = {f.module for f in inside if all(p.region == "full" for p in sharding.parameter(f.name).parts)}
-            for name in alike - {fact.module for fact in inside if fact.cut is not None or fact.style is not None}:
-                tokens.once(body.module.get_submodule(name))
 
 
 def _shares(
@@ -281,7 +255,7 @@ def _loss(
     start, over = 0, world.alone
     if plan.tp > 1:
         head = sharding.parameter(model.facts.head_weight.name)
-        start, over = _first_row(head, world), world.group("tp") if head.first.compute.cut_axes else world.alone
+        start, over = layers.first_row(head, world), world.group("tp") if head.first.compute.cut_axes else world.alone
     body = bodies.get(plan.loss_stage)
     if not plan.chunks_loss or not isinstance(body, StageModel):
         return loss.WholeLoss(over, start)
@@ -323,88 +297,3 @@ def _forwards(plan: Plan, microbatches: int) -> Schedule:
     table = lower(FORWARD_ONLY(plan.placement, microbatches))
     check(table)
     return table
-
-
-@dataclass(frozen=True)
-class _Ways:
-    """How a stage's layers are carried out: what they owe where backward is split, with sp how rows are cut, and what
-    column-parallel layers share."""
-
-    owed: WeightGradients | None
-    tokens: Tokens | None
-    shared: tensor.SharedInput
-
-    def around(self, row: Style, *, in_block: bool) -> tuple[tensor.Change, tensor.Change | None]:
-        """What a layer does to what it copies in, and to partial sums (None: they are summed)."""
-        if self.tokens is None or not in_block:
-            return self.shared, None
-        return tensor.as_it_is, tensor.as_it_is if row.cuts == "both" else self.tokens.scatter
-
-    def multiply(self, *, puts_off: bool) -> tensor.Multiply:
-        owed, tokens = self.owed, self.tokens
-        if owed is None or not puts_off:
-            return tensor.product if tokens is None else tokens.multiply
-        if tokens is None:
-            return owed.linear
-        return lambda x, weight, bias, *, transposed: owed.linear(
-            x, weight, bias, transposed=transposed, rows=tokens.rows_of(x)
-        )
-
-
-def _replace_forwards(
-    plan: Plan, model: Trained, body: Body, sharding: Sharding, world: World, stage: int, ways: _Ways
-) -> set[str]:
-    """Splits the layers of a stage over tp, and puts off the weight gradients of linear layers where backward is split:
-    the names of the modules whose gradients do not come by autograd."""
-    done, later, group, owed = set[str](), set[str](), world.group("tp"), ways.owed
-    for parameter in sharding.on_stage(stage):
-        for place, name in parameter.first.uses:
-            if place != stage or name in done:
-                continue
-            done.add(name)
-            if plan.chunks_loss and name == model.facts.head:  # the loss multiplies by its weight
-                later.add(name)
-                continue
-            module = body.module.get_submodule(name)
-            named = model.facts.styles[name]
-            row = style(named, name) if named is not None and group.size > 1 else None
-            is_transposed = transposed(module)
-            axes, spans = parameter.summed_early(world.mesh, world.rank)
-            puts_off = owed is not None and is_transposed is not None and not spans
-            if owed is not None and puts_off:
-                later.add(name)
-                owed.put_off(module, transposed=bool(is_transposed))
-            if row is not None and (row.enter, row.leave) != ("none", "none"):
-                enter, add = ways.around(row, in_block=parameter.first.block is not None)
-                tensor.split(
-                    module, row, group, enter=enter, add=add, start=_first_row(parameter, world),
-                    # The head's output stays cut: the loss reads it so.
-                    sizes=None if name == model.facts.head else sharding.slices(parameter.name),
-                    transposed=bool(is_transposed), multiply=ways.multiply(puts_off=puts_off),
-                    copies=partial(
-                        tensor.sum_copies, group=world.group(*axes), spans=spans, transposed=bool(is_transposed)
-                    ) if spans else None,
-                )  # fmt: skip
-    return later
-
-
-def _parts(plan: Plan, sharding: Sharding, stage: int, body: Body, later: set[str]) -> Counter[str]:
-    """In how many parts each parameter's gradient comes from a microbatch of the stage: by autograd, and from the modules
-    where it does not. A block that is computed again has a backward of its own."""
-    again: dict[nn.Module, int] = {}
-    for block, module in body.blocks.items():
-        reads_tokens = isinstance(body, SequentialStage) and block == 0
-        if plan.recompute == "full" and plan.recomputes(block) and sharding.reaches(stage, block) and not reads_tokens:
-            again |= dict.fromkeys(module.modules(), block)
-    found = Counter[str]()
-    for parameter in sharding.on_stage(stage):
-        names = (name for place, name in parameter.first.uses if place == stage)
-        ways = {"later" if name in later else again.get(body.module.get_submodule(name)) for name in names}
-        found[parameter.name] = len(ways)
-    return found
-
-
-def _first_row(parameter: Parameter, world: World) -> int:
-    """Where the rows of this tp rank begin: the same at every place of the pp axis."""
-    holder = world.mesh.rank(**{**world.coordinate, "pp": parameter.first.owner})
-    return parameter.spans(world.mesh, holder)[0][0]
