@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 BENCH := $(VENV)/.ready-bench
 WEIGHTS := $(VENV)/.weights
 
-.PHONY: demo test test-weights figures bench bench-zero clean
+.PHONY: demo test test-weights figures bench bench-tensor bench-zero clean
 
 demo: $(READY)
 	$(BIN)/plait demo
@@ -26,6 +26,9 @@ figures: $(READY)
 # Half an hour each on 2 cores that do nothing else; the peers need what the extra 'bench' brings.
 bench: $(BENCH)
 	$(BIN)/python -m bench --group layouts --profile --profile-steps 10 --write docs/bench.md --json build/bench.json
+
+bench-tensor: $(BENCH)
+	$(BIN)/python -m bench --group tensor --profile --profile-steps 10 --write docs/bench.md --json build/bench-tensor.json
 
 bench-zero: $(BENCH)
 	$(BIN)/python -m bench --group zero --profile --profile-steps 10 --write docs/bench.md --json build/bench-zero.json

@@ -20,6 +20,7 @@ from plait.design.cost.traffic import traffic
 from plait.design.facts import ModelFacts, ParameterFact, Piece
 from plait.design.layout import Cut, Layout
 from plait.design.mesh import Mesh
+from plait.design.per_token import Here, block_bytes
 from plait.design.plan import Plan, stage_blocks
 from plait.design.precision import kept
 from plait.design.records import Timeline
@@ -29,7 +30,7 @@ from plait.design.simulate import simulate, unit_seconds
 from plait.design.styles import STYLES
 from plait.design.table import table
 from plait.design.unit import Unit
-from plait.report import fetching, schedules, sharding, shares, timeline
+from plait.report import fetching, products, schedules, sharding, shares, timeline, tokens
 from plait.report.schedules import Played
 from plait.report.words import percent, size
 
@@ -124,6 +125,14 @@ def figures() -> dict[str, str]:
     ):
         layout = Layout(shape, (Cut({"out": 0, "in": 1}[STYLES[name].cuts], ("tp",)),))
         found[f"{file}.svg"] = sharding.svg(layout, mesh, title=f"{name}: weight (out x in) cut over tp")
+    for file, name, shape in (
+        ("columns", "colwise", (2 * HIDDEN, HIDDEN)), ("rows", "rowwise", (HIDDEN, 2 * HIDDEN)),
+    ):  # fmt: skip
+        layout = Layout(shape, (Cut({"out": 0, "in": 1}[STYLES[name].cuts], ("tp",)),))
+        found[f"{file}.svg"] = products.svg(
+            layout, Mesh((("tp", 2),)), tokens=HIDDEN, title=f"{name} on tp 2: x times the transposed weight"
+        )
+    found["sequence.svg"] = tokens.svg(Plan(tp=2, sp=True, seq=128), title="One block on tp 2: who has which tokens")
     return found
 
 
@@ -216,6 +225,8 @@ def numbers() -> dict[str, str]:
         "precision": _precision(),
         "frozen memory": _frozen_memory(),
         "tp traffic": _traffic(Plan(**example, tp=2, microbatches=4), "tp"),
+        "sp traffic": _traffic(Plan(**example, tp=2, sp=True, microbatches=4), "tp"),
+        "sp memory": _sp_memory(),
         "accumulation": _pipelines_of_one((1, 4, 16)),
         "balance": _balances(),
     }
@@ -282,6 +293,21 @@ def _frozen_memory() -> str:
             cells.append(f"{sum(bill.held) / facts.elements:.2f}")
         rows.append((name, *cells, f"{bill.activations // (2 * 128):,}"))
     return _markdown(("frozen", "held", "held, ZeRO-3", "kept"), rows)
+
+
+def _sp_memory() -> str:
+    """Bytes a token that one block keeps, with tp alone and with sp."""
+    rows = list[tuple[object, ...]]()
+    facts = example_model()
+    for tp in (1, 2, 4):
+        cells: list[str] = []
+        for sp in (False, True) if tp > 1 else (False,):
+            plan = Plan(tp=tp, sp=sp, batch=8, seq=128)
+            here = Here(plan, facts, shard(facts, plan), 0)
+            block = [fact for fact in facts.parameters if fact.block == 0]
+            cells.append(f"{block_bytes(here, block, reached=True):,.0f}")
+        rows.append((tp, *cells, *["-"] * (2 - len(cells))))
+    return _markdown(("tp", "tp alone", "with sp"), rows)
 
 
 def _zero_order() -> str:

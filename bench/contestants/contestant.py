@@ -57,7 +57,7 @@ class Course:
     """The most ranks of contestants whose memory is measured."""
 
 
-DATA_AND_TENSOR = Course("data and tensor parallel", "layouts")
+DATA = Course("data parallel", "layouts")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Contestant:
     """How many of its first losses must be those of one process."""
     profiled: bool = False
     """Whether --profile looks at it."""
-    course: Course = DATA_AND_TENSOR
+    course: Course = DATA
     """Where it takes part."""
     needs: str = ""
     """A package without which it is left out."""

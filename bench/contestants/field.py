@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..work import SMALL
-from . import ceiling, deepspeed_zero, dtensor_tp, one_process, torch_ddp, transformers_tp
+from . import ceiling, deepspeed_zero, one_process, torch_ddp, transformers_tp
 from .contestant import Contestant, Course
 from .deepspeed_zero import deepspeed
+from .dtensor_tp import dtensor
 from .fsdp2 import fsdp2
 from .plait_run import laid_out
 from .torch_pipelining import pipelining
@@ -23,6 +24,10 @@ HOST = Course("host", "zero", SMALL, longer=10, weighed=0)
 
 def pipelines(ranks: int) -> Course:
     return Course(f"pipelines of {ranks} ranks", "layouts")
+
+
+def cut(ranks: int) -> Course:
+    return Course(f"tensor parallel on {ranks} ranks", "tensor", weighed=4)
 
 
 def shared_out(ranks: int) -> Course:
@@ -43,11 +48,26 @@ DATA = tuple(
         Contestant(f"plait-dp-{n}", "plait dp", n, laid_out(dp=n), launches=True, profiled=True),
     )
 )
-TENSOR = (
-    Contestant("dtensor-tp-2", "DTensor TP", 2, dtensor_tp.race),
-    Contestant("auto-tp-2", 'transformers tp_plan="auto"', 2, transformers_tp.race),
-    Contestant("plait-tp-2", "plait tp", 2, laid_out(tp=2), launches=True, profiled=True),
-)
+TENSOR_PEERS = {
+    "dtensor": ("DTensor TP", dtensor()), "dtensor-sp": ("DTensor TP, sequence parallel", dtensor(sp=True)),
+    "dtensor-loss": ("DTensor TP, loss_parallel", dtensor(cut_loss=True)),
+    "dtensor-sp-loss": ("DTensor TP, both", dtensor(sp=True, cut_loss=True)),
+    "auto": ('transformers tp_plan="auto"', transformers_tp.race),
+}  # fmt: skip
+TENSOR = tuple(
+    one
+    for n in (2, 4)
+    for one in (
+        Contestant(f"ceiling-tp-{n}", "no communication", n, ceiling.race, proven=1, course=cut(n)),
+        *(
+            Contestant(f"{name}-{n}", label, n, race, course=cut(n)) for name, (label, race) in TENSOR_PEERS.items()
+        ),
+        Contestant(f"plait-tp-{n}", "plait tp", n, laid_out(tp=n), launches=True, profiled=True, course=cut(n)),
+        Contestant(
+            f"plait-sp-{n}", "plait tp, sp", n, laid_out(tp=n, sp=True), launches=True, profiled=True, course=cut(n)
+        ),
+    )
+)  # fmt: skip
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble",
              "dualpipe-v": "DualPipeV"}  # fmt: skip
 """plait's names and torch's."""
@@ -140,11 +160,25 @@ class Rivals:
     """The most that our fullest rank may have, as a share of theirs."""
 
 
+def _bar(ranks: int, peer: str) -> float | None:
+    """Of tensor parallelism."""
+    return 1.3 if ranks == 2 else 1.5 if peer == "dtensor" else None
+
+
 RIVALS = (
     Rivals("plait-one", ONE),
     *(Rivals(f"plait-dp-{n}", f"torch-ddp-{n}", bar=1.0) for n in (2, 4)),
-    Rivals("plait-tp-2", "dtensor-tp-2"),
-    Rivals("plait-tp-2", "auto-tp-2"),
+    *(
+        Rivals(
+            f"plait-{ours}-{n}",
+            f"{peer}-{n}",
+            bar=_bar(n, peer),
+            memory_bar=1.0,
+        )
+        for n in (2, 4)
+        for ours, peers in (("tp", ("dtensor", "dtensor-loss", "auto")), ("sp", ("dtensor-sp", "dtensor-sp-loss")))
+        for peer in peers
+    ),
     *(Rivals(f"plait-{s}-{n}", f"torch-{s}-{n}", bar=1.0) for n in (2, 4) for s in SCHEDULES),
     *(Rivals(f"plait-{s}-2", "ceiling-pp-2", bar=0.95, less_bubble=s) for s in (*SCHEDULES, *OURS)),
     Rivals("plait-one-stage", "one-accumulates", bar=round(1 / 1.02, 3)),

@@ -14,6 +14,7 @@ def parameter(
     block: int | None = None,
     after_blocks: bool = False,
     quantum: int = 1,
+    grain: int | None = None,
 ) -> ParameterFact:
     module, _, tensor = name.rpartition(".")
     side = STYLES[style].cuts if style in STYLES else "none"
@@ -26,7 +27,7 @@ def parameter(
         after_blocks,
         style,
         cut,
-        (Piece("", shape[cut or 0], quantum),),
+        (Piece("", shape[cut or 0], quantum, grain),),
         reads=module.rpartition(".")[0] or module,
         decays=len(shape) > 1,
     )
@@ -59,9 +60,12 @@ def llama(
     for block in range(blocks):
         at = f"model.layers.{block}"
         for name, shape, style, quantum in projections:
-            found.append(parameter(f"{at}.{name}.weight", shape, style, block=block, quantum=quantum))
+            grain = head_dim if name.startswith("self_attn") else None
+            found.append(parameter(f"{at}.{name}.weight", shape, style, block=block, quantum=quantum, grain=grain))
             if bias:
-                found.append(parameter(f"{at}.{name}.bias", shape[:1], style, block=block, quantum=quantum))
+                found.append(
+                    parameter(f"{at}.{name}.bias", shape[:1], style, block=block, quantum=quantum, grain=grain)
+                )
         for name in ("input_layernorm", "post_attention_layernorm"):
             found.append(parameter(f"{at}.{name}.weight", (hidden,), block=block))
     found.append(parameter("model.norm.weight", (hidden,), after_blocks=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from plait.design.cost.memory import memory
 from plait.design.cost.traffic import traffic
-from plait.design.per_token import at_work, kept, operations
+from plait.design.per_token import Here, at_work, kept, operations
 from plait.design.plan import Plan
 from plait.design.sharding import shard
 from tests.design.facts import llama
@@ -26,16 +26,20 @@ def test_chunks_hold_every_token_once() -> None:
 
 def test_nothing_of_the_logits_is_kept() -> None:
     """And at work there is one chunk, in fp32, and in bf16 the type of compute besides."""
-    sharding, vocabulary = shard(FACTS, WHOLE), FACTS.vocabulary // 2
-    assert kept(CHUNKED, FACTS, sharding, 0) == kept(WHOLE, FACTS, sharding, 0)
-    assert kept(CHUNKED, FACTS, sharding, LOSS) == kept(WHOLE, FACTS, sharding, LOSS) - 4 * vocabulary - 18
-    assert (at_work(CHUNKED, FACTS, 0), at_work(WHOLE, FACTS, LOSS)) == (0, 0)
-    assert at_work(CHUNKED, FACTS, LOSS) == 4 * vocabulary
-    assert at_work(CHUNKED.model_copy(update={"compute": "bf16"}), FACTS, LOSS) == 6 * vocabulary
-    for chunked, whole in zip(memory(CHUNKED, FACTS), memory(WHOLE, FACTS), strict=True):
-        assert chunked.held == whole.held
-        last = CHUNKED.mesh.coordinate(chunked.rank)["pp"] == 1
-        assert (chunked.activations < whole.activations) == last
+    vocabulary = FACTS.vocabulary // 2
+    whole, chunked, bf16 = (
+        Here(plan, FACTS, shard(FACTS, plan), 2)
+        for plan in (WHOLE, CHUNKED, CHUNKED.model_copy(update={"compute": "bf16"}))
+    )
+    assert kept(chunked.at(0), 0) == kept(whole.at(0), 0)
+    assert kept(chunked, LOSS) == kept(whole, LOSS) - 4 * vocabulary - 18
+    assert (at_work(chunked.at(0), 0), at_work(whole, LOSS)) == (0, 0)
+    assert at_work(chunked, LOSS) == 4 * vocabulary
+    assert at_work(bf16, LOSS) == 6 * vocabulary
+    for mine, other in zip(memory(CHUNKED, FACTS), memory(WHOLE, FACTS), strict=True):
+        assert mine.held == other.held
+        last = CHUNKED.mesh.coordinate(mine.rank)["pp"] == 1
+        assert (mine.activations < other.activations) == last
 
 
 def test_the_head_s_three_products_are_in_one_place() -> None:

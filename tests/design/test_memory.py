@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from plait.design.cost.memory import WIDE, arriving, deferred, kept, kept_of, memory
+from plait.design.per_token import Here
 from plait.design.plan import Plan
 from plait.design.schedule import BACKWARDS, Action, Kind
 from plait.design.sharding import shard
@@ -34,9 +35,9 @@ def test_what_is_put_off(tp: int, compute: str, item: int) -> None:
     facts = llama(blocks=4)
     read = HIDDEN + HIDDEN // tp + HIDDEN + INNER // tp
     gave = (HIDDEN + 2 * KEYS) // tp + HIDDEN + 2 * INNER // tp + HIDDEN
-    sharding = shard(facts, plan)
-    assert deferred(plan, facts, sharding, 0) == 2 * (read + gave) * item
-    assert deferred(plan, facts, sharding, 1) == (2 * (read + gave) + HIDDEN + VOCABULARY // tp) * item
+    here = Here(plan, facts, shard(facts, plan), 0)
+    assert deferred(here, 0) == 2 * (read + gave) * item
+    assert deferred(here.at(1), 1) == (2 * (read + gave) + HIDDEN + VOCABULARY // tp) * item
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_the_fullest_moment(plan: Plan) -> None:
     """After each action of a rank: the stages and microbatches that are between F and their backward, and those between I
     and W; while one is in its backward, also the gradient that it came with."""
     facts = llama(blocks=4)
-    sharding = shard(facts, plan)
+    here = Here(plan, facts, shard(facts, plan), 0)
     table, tokens = table_of(plan, facts), 2 * plan.seq
 
     def held(done: set[Action]) -> int:
@@ -62,16 +63,20 @@ def test_the_fullest_moment(plan: Plan) -> None:
             if action.kind is Kind.FORWARD:
                 ends = {replace(action, kind=kind) for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)}
                 scale = WIDE * (action.stage == plan.stages - 1)
-                found += (kept(plan, facts, sharding, action.stage) * tokens + scale) * (not ends & done)
+                found += (kept(here.at(action.stage), action.stage) * tokens + scale) * (not ends & done)
             elif action.kind is Kind.BACKWARD_INPUT:
                 late = Action(Kind.BACKWARD_WEIGHT, action.stage, action.microbatch)
-                found += deferred(plan, facts, sharding, action.stage) * tokens * (late not in done)
+                found += deferred(here.at(action.stage), action.stage) * tokens * (late not in done)
         return found
 
     for bill, row in zip(memory(plan, facts), table.rows, strict=True):
         most = 0
         for now, action in enumerate(row):
-            came = arriving(plan, facts, action.stage) * tokens if action.kind in BACKWARDS and table.splits else 0
+            came = (
+                arriving(here.at(action.stage), action.stage) * tokens
+                if action.kind in BACKWARDS and table.splits
+                else 0
+            )
             most = max(most, held(set(row[:now])) + came, held(set(row[: now + 1])))
         assert bill.activations == most > 0
 

@@ -132,26 +132,44 @@ def test_fewer_rows_than_microbatches() -> None:
 
 
 def test_p045_more_tp_ranks_than_kv_heads() -> None:
-    plan, facts = Plan(tp=4), llama(heads=8, kv_heads=2)
-    text = sentence(plan, facts)
-    assert "tp 4 does not divide the 2 KV heads (8 heads in groups of 4)" in text
-    assert ways(text) == [{"tp": 1}, {"tp": 2}]
-    assert all(accepted(follow(plan, way), facts) for way in ways(text))
+    """Each KV head on as many ranks as every other, and for each of these query heads of its own; or refused."""
+    facts = llama(heads=8, kv_heads=2)
+    assert accepted(Plan(tp=4), facts)
+    text = sentence(Plan(tp=5), facts)
+    assert text.startswith(
+        "tp 5 is more than the 2 KV heads (8 heads in groups of 4) of model.layers.0.self_attn.q_proj"
+    )
+    assert "no multiple of them" in text
+    assert ways(text) == [{"tp": degree} for degree in (1, 2, 4, 6, 8)]
+    text = sentence(Plan(tp=10), facts)
+    assert text.startswith("tp 10 is more than the 8 heads that read the 2 KV heads")
+
+
+def test_groups_of_heads_that_do_not_divide() -> None:
+    """9 heads in 3 groups on 2 ranks are 6 and 3."""
+    facts = llama(heads=9, kv_heads=3)
+    assert legal_tp(facts) == [1, 2, 3, 6, 9]
+    sharding = shard(facts, Plan(tp=2))
+    assert [sharding.own_heads(rank) for rank in range(2)] == [((0, 6), (0, 2)), ((6, 9), (2, 3))]
+    assert sharding.slices("model.layers.0.self_attn.q_proj.weight") == (12, 6)
+    sharding = shard(facts, Plan(tp=6))
+    assert [sharding.own_heads(rank) for rank in (0, 1, 5)] == [((0, 2), (0, 1)), ((2, 3), (0, 1)), ((8, 9), (2, 3))]
 
 
 def test_p043_vocabulary_that_does_not_divide() -> None:
-    plan, facts = Plan(tp=2), llama(vocabulary=97)
-    text = sentence(plan, facts)
-    assert "tp 2 does not divide the 97 vocabulary rows of model.embed_tokens.weight" in text
-    assert ways(text) == [{"tp": 1}]
-    assert accepted(Plan(), facts)
+    facts = llama(vocabulary=97)
+    assert accepted(Plan(tp=4), facts)
+    assert shard(facts, Plan(tp=4)).slices("lm_head.weight") == (25, 24, 24, 24)
+    text = sentence(Plan(tp=4), llama(vocabulary=3))
+    assert text.startswith("tp 4 is more than the 3 vocabulary rows of model.embed_tokens.weight")
+    assert ways(text) == [{"tp": 1}, {"tp": 2}, {"tp": 3}]
 
 
 def test_columns_that_do_not_divide() -> None:
-    facts = llama(intermediate=22)
-    text = sentence(Plan(tp=4), facts)
-    assert "the 22 columns of model.layers.0.mlp.gate_proj.weight" in text
-    assert ways(text) == [{"tp": 1}, {"tp": 2}]
+    assert accepted(Plan(tp=4), llama(intermediate=22))
+    text = sentence(Plan(tp=4), llama(intermediate=3))
+    assert text.startswith("tp 4 is more than the 3 columns of model.layers.0.mlp.gate_proj.weight")
+    assert ways(text) == [{"tp": 1}, {"tp": 2}, {"tp": 3}]
 
 
 def test_more_stages_than_blocks() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from plait.design.errors import PlanError
-from plait.design.facts import ModelFacts
+from plait.design.facts import ModelFacts, ParameterFact, Piece
 from plait.design.layout import Box, Cut, elements
 from plait.design.plan import Plan, stage_of_block
 from plait.design.sharding import Sharding, buckets, holdings, shard
@@ -264,7 +264,7 @@ def test_buckets(limit: int, item: int, degrees: tuple[int, int], bias: bool) ->
         for (bucket, size), (after, sizes_after) in itertools.pairwise(zip(found, sizes, strict=True)):
             embedding = bucket[-1].first.block is not None and after[0].first.block is None
             assert embedding or sum(size) + sizes_after[0] > limit
-        assert all(len({one.first.summed_over for one in bucket}) == 1 for bucket in found)
+        assert all(len({one.summed_over for one in bucket}) == 1 for bucket in found)
 
 
 @pytest.mark.parametrize(("schedule", "first"), [("interleaved", 2), ("zb-v", 3)])
@@ -323,3 +323,32 @@ def test_a_style_that_plait_does_not_know_is_named() -> None:
     assert shard(facts, Plan()).parts[0].compute.cuts == ()
     with pytest.raises(PlanError, match=r"mixer the style 'colwize'.*Did you mean 'colwise'\?.*tp 1"):
         shard(facts, Plan(tp=2))
+
+
+def test_keys_and_values_that_several_ranks_have() -> None:
+    """With 2 KV heads on 4 ranks each head's keys and values are on two, whose gradients are of their own queries."""
+    facts = llama(heads=8, kv_heads=2)
+    sharding = shard(facts, Plan(dp=2, tp=4, batch=2))
+    at = "model.layers.0.self_attn"
+    sums = {name: sharding.parameter(f"{at}.{name}_proj.weight").summed_over for name in "qkvo"}
+    assert sums == {"q": ("dp",), "k": ("dp", "tp%2"), "v": ("dp", "tp%2"), "o": ("dp",)}
+    keys = sharding.parameter(f"{at}.k_proj.weight")
+    assert [keys.spans(sharding.mesh, rank)[0] for rank in range(4)] == [(0, 2), (0, 2), (2, 4), (2, 4)]
+    assert sharding.mesh.group(5, "dp", "tp%2") == (0, 1, 4, 5)
+    assert [sharding.counted(keys.name, rank) for rank in range(8)] == [[(0, 32)], [], [(0, 32)], *[[]] * 5]
+    assert sharding.has_copies(f"{at}.k_proj")
+    assert not sharding.has_copies(f"{at}.o_proj")
+
+
+def test_parts_of_one_tensor_that_are_summed_over_different_axes() -> None:
+    """Multi-query attention, fused: what the parts do not share is summed in each backward."""
+    pieces = (Piece("q", 8, 8, 2), Piece("k", 2, 2, 2), Piece("v", 2, 2, 2))
+    fused = ParameterFact(
+        "attn", "weight", (12, 4), 0, False, "packed_colwise", 0, pieces, reads="x", decays=True
+    )  # fmt: skip
+    facts = ModelFacts("llama", 1, 4, 4, 1, 8, 8, "attn", (fused,))
+    sharding = shard(facts, Plan(dp=2, tp=2, batch=2))
+    one = sharding.parameter("attn.weight")
+    assert one.summed_over == ("dp",)
+    assert one.summed_early(sharding.mesh, 1) == (("tp%2",), ((4, 6), (6, 8)))
+    assert one.spans(sharding.mesh, 1) == ((4, 8), (8, 10), (10, 12))

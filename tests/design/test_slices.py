@@ -21,8 +21,8 @@ from plait.runtime.hf.read import read
 
 LAYOUTS = [
     {"dp": dp, "tp": tp, "pp": pp, "zero": zero, "replicas": replicas}
-    for dp, tp, pp, zero, replicas in product((1, 2, 3, 4), (1, 2), (1, 2), (0, 1, 3), (1, 2))
-    if (replicas == 1 or (dp == 4 and zero)) and (dp > 1 or not zero)
+    for dp, tp, pp, zero, replicas in product((1, 2, 3, 4), (1, 2, 3, 8), (1, 2), (0, 1, 3), (1, 2))
+    if dp * tp * pp <= 12 and (replicas == 1 or (dp == 4 and zero)) and (dp > 1 or not zero)
 ]
 MODELS = ("llama-tiny", "gpt2-tiny", "mixtral-tiny", "phi3-tiny")
 
@@ -57,7 +57,7 @@ def place(whole: np.ndarray, one: Slice) -> np.ndarray:
 @pytest.mark.parametrize("way", [{}, {"freeze": "*.0.*"}], ids=("all trained", "some frozen"))
 def test_every_element_is_written_once(model: str, way: dict[str, str]) -> None:
     seen = 0
-    for layout in LAYOUTS:
+    for layout in LAYOUTS[MODELS.index(model) :: len(MODELS)]:
         sharding = sharding_of(model, layout | way)
         if sharding is None:
             continue
@@ -73,7 +73,7 @@ def test_every_element_is_written_once(model: str, way: dict[str, str]) -> None:
         assert all((count == 1).all() for count in counts.values()), layout
         if layout["tp"] == layout["pp"] == 1:  # copies share the work
             assert max(sizes) <= 1.1 * sum(sizes) / len(sizes) + 64, layout
-    assert seen > 20
+    assert seen > 10
 
 
 @pytest.mark.parametrize("model", MODELS)

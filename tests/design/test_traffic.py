@@ -84,6 +84,30 @@ def test_four_sums_a_block() -> None:
     assert units(3) - units(2) == 4
 
 
+@pytest.mark.parametrize("tp", [2, 3, 4])
+@pytest.mark.parametrize(("sp", "units", "calls"), [(False, 8, 4), (True, 10, 10)])
+def test_what_a_block_sends(tp: int, sp: bool, units: int, calls: int) -> None:
+    """In (t - 1) / t of b s h: 4 all-reduces are 8; with sp 4 gathers, 4 reduce-scatters, and 2 gathers more."""
+
+    def sent(blocks: int) -> tuple[Fraction, int]:
+        found = rows(traffic(Plan(tp=tp, sp=sp, batch=3, seq=12), llama(blocks=blocks)), "tp", 0)
+        return sum((row.sent for row in found), Fraction(0)), sum(row.calls for row in found)
+
+    (less, fewer), (more, others) = sent(2), sent(3)
+    assert more - less == units * Fraction(tp - 1, tp) * 3 * 12 * FACTS.hidden * 4
+    assert others - fewer == calls
+
+
+def test_own_tokens_that_are_not_as_many() -> None:
+    """13 tokens on 3 ranks are 5, 4 and 4, and travel as 5 each; between stages they are as many as they are."""
+    plan = Plan(tp=3, pp=2, sp=True, batch=2, seq=13)
+    found = traffic(plan, FACTS)
+    (joined,) = (row for row in rows(found, "tp", 0) if row.why == "own tokens to whole rows")
+    assert joined.payload == 4 * 2 * 15 * FACTS.hidden * 4
+    sent = [row.payload for rank in range(3) for row in rows(found, "pp", rank) if row.operation == "send"]
+    assert sent == [2 * tokens * FACTS.hidden * 4 for tokens in (5, 4, 4)]
+
+
 @pytest.mark.parametrize("pp", [2, 3, 4])
 @pytest.mark.parametrize(("dp", "tp", "m"), [(1, 1, 1), (2, 1, 2), (1, 2, 4), (2, 2, 1)])
 def test_pipeline_bytes(pp: int, dp: int, tp: int, m: int) -> None:

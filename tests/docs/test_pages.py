@@ -225,7 +225,7 @@ def run(words: list[str], folder: Path, **environment: str) -> subprocess.Comple
     )
 
 
-QUICK = ("$ plait schedule ", "$ plait config show ", "$ plait check llama-tiny --tp 3")
+QUICK = ("$ plait schedule ", "$ plait config show ", "$ plait check llama-tiny --tp 5")
 
 
 @pytest.mark.parametrize(("command", "output"), [(c, o) for c, _, o in SHOWN if c.startswith(QUICK)])

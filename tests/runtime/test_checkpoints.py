@@ -174,9 +174,33 @@ def test_p062_frozen_weights_are_saved(nursery: Nursery, tiny: Models, tmp_path:
     assert resumed["losses"] == straight["losses"][2:]
 
 
-def test_p043_a_saved_vocabulary_has_its_own_rows(nursery: Nursery, tiny: Models, tmp_path: Path) -> None:
-    nursery(part_of_run, tiny(vocab_size=97), {"dp": 2, "zero": 3}, str(tmp_path / "a"), 0, 1)
-    assert whole(tmp_path / "a" / "step-00000001")["lm_head.weight.weight"].shape == (97, 32)
+@pytest.mark.parametrize("layout", [{"dp": 2, "zero": 3}, {"tp": 2}, {"tp": 3, "dp": 2, "zero": 1}], ids=name)
+def test_p043_a_saved_vocabulary_has_its_own_rows(
+    nursery: Nursery, tiny: Models, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    """And goes on in one process."""
+    model = tiny(vocab_size=97, hidden_size=36, num_attention_heads=6, num_key_value_heads=3)
+    nursery(part_of_run, model, layout, str(tmp_path / "a"), 0, 1)
+    place = tmp_path / "a" / "step-00000001"
+    assert whole(place)["lm_head.weight.weight"].shape == (97, 36)
+    nursery(part_of_run, model, {}, str(tmp_path / "a"), 1, 1, False, str(tmp_path / "again"))
+    assert_same_bits(tmp_path / "again" / place.name, place)
+
+
+def test_p085_kv_heads_that_ranks_have_copies_of_are_saved_once(
+    nursery: Nursery, tiny: Models, tmp_path: Path
+) -> None:  # fmt: skip
+    """8 heads and 2 KV heads: from one process to tp 8 and 4, and back."""
+    model = tiny(num_attention_heads=8, num_key_value_heads=2, head_dim=4)
+    nursery(part_of_run, model, {}, str(tmp_path / "a"), 0, 2, True)
+    place = tmp_path / "a" / "step-00000002"
+    for tp in (8, 4):
+        again = tmp_path / f"tp{tp}"
+        nursery(part_of_run, model, {"tp": tp}, str(tmp_path / "a"), 2, 2, True, str(again))
+        assert_same_bits(again / place.name, place)
+        back = tmp_path / f"back{tp}"
+        nursery(part_of_run, model, {"dp": 2, "zero": 3}, str(again), 2, 2, True, str(back))
+        assert_same_bits(back / place.name, place)
 
 
 def test_p069_what_is_tied_is_saved_once_and_what_is_not_by_itself(

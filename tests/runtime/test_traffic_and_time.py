@@ -116,8 +116,8 @@ def _loopback() -> int:
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root on Linux")
 @pytest.mark.parametrize(
     ("axis", "changes"),
-    [("dp", {"seq": 16}), ("tp", {}), ("pp", {}), ("dp", {"seq": 16, "zero": 1}), ("dp", {"seq": 16, "zero": 2}),
-     ("dp", {"seq": 16, "zero": 3}), ("dp", {"seq": 16, "dp": 4, "zero": 3})],
+    [("dp", {"seq": 16}), ("tp", {}), ("tp", {"sp": True}), ("pp", {}), ("dp", {"seq": 16, "zero": 1}),
+     ("dp", {"seq": 16, "zero": 2}), ("dp", {"seq": 16, "zero": 3}), ("dp", {"seq": 16, "dp": 4, "zero": 3})],
     ids=str,
 )  # fmt: skip
 def test_the_loopback_counters_agree(axis: str, changes: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..design.cost.traffic import traffic
 from ..design.plan import Plan
 from ..design.records import Traffic
+from ..design.styles import STYLES
 from ..runtime.batch import Batch
 from ..runtime.comm.world import World
 from ..runtime.data import batches as dealt
@@ -85,6 +86,7 @@ class _Desk:
         _wait(file)
         with safe_open(file, framework="pt") as whole:
             order, self._keys = json.loads(whole.metadata()["order"]), set(whole.keys())
+            order = [row for row in order if not self._is_in_shares(Place.of(step, row[0]))]
             found = {key: self._find(step, key, whole) for key, _, _ in order if self._mine(Place.of(step, key))}
         found |= self._bytes(step) if step else {}
         name = f"{self._numerics}-{step}"
@@ -98,6 +100,14 @@ class _Desk:
         self._show(json.loads(asked.read_text()), self._folder / f"{name}-held-{self._world.rank}.safetensors")
         _wait(verdict_file)
         return Verdict.from_json(json.loads(verdict_file.read_text()))
+
+    def _is_in_shares(self, place: Place) -> bool:
+        """Whether no rank has a slice of what the reference has, but each a share: of a copy's output, the gradient that
+        its own heads give; with sp of what experts give, their part of the sum."""
+        if place.quantity == "output gradient":
+            return self._run.sharding.has_copies(place.name)
+        named = self._model.facts.styles.get(place.name)
+        return place.quantity == "output" and self._plan.sp and named is not None and STYLES[named].cuts == "both"
 
     def _mine(self, place: Place) -> bool:
         """Whether this rank has something at `place`, on paper."""

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..design.layout import Box
-from ..design.mesh import Mesh
+from ..design.mesh import Mesh, factors
 from ..design.plan import Plan
 from ..design.sharding import Sharding
 from ..runtime.hf.read import Model
@@ -128,6 +128,9 @@ class Evidence:
             yield ("replica",)
         for count in range(1, len(names) + 1):
             yield from combinations(names, count)
+        tp, groups = self.mesh.degree("tp"), self.sharding.heads[1]
+        if tp > groups > 0:
+            yield (factors("tp", tp // groups)[1],)
 
     def place_before(self) -> Place | None:
         """The place of the same step that was compared before this one, and agreed."""

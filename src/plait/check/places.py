@@ -153,16 +153,20 @@ def beside(slices: Sequence[Tensor], parameter: Parameter, stretch: tuple[int, i
 
 def output_of(module: str, shape: Sequence[int], whole: Any, sharding: Sharding, rank: int) -> Tensor:
     """The slice that `rank` should have of a module's output (or of its gradient), where it holds one of `shape`: all of
-    `whole`, or what its slice of the weight makes, or what belongs to its own heads."""
+    `whole`, or what its slice of the weight makes, or what belongs to its own heads or tokens."""
     full, weight = list(whole.get_shape() if hasattr(whole, "get_shape") else whole.shape), sharding.of_module(module)
     differ = [dim for dim, (mine, all_) in enumerate(zip(shape, full, strict=False)) if mine != all_]
+    if sharding.sp and differ == [1] and len(shape) == len(full) == 3:  # the rank's own tokens
+        own: Tensor = whole[:, slice(*balanced(full[1], sharding.mesh.degree("tp"), sharding.mesh.index(rank, "tp")))]
+        return own
     if len(shape) != len(full) or len(differ) != 1 or weight is None:
         found: Tensor = whole[...] if hasattr(whole, "get_shape") else whole
         return found
     dim = differ[0]
     spans: Sequence[tuple[int, int]] = weight.spans(sharding.mesh, rank)
-    if weight.first.region == "heads":
-        spans = [balanced(full[dim], sharding.mesh.degree("tp"), sharding.mesh.coordinate(rank)["tp"])]
+    if weight.first.region == "heads" and not weight.first.compute.cut_axes:
+        queries, keys = sharding.own_heads(rank)
+        spans = [queries if full[dim] == sharding.heads[0] else keys]
     before = (slice(None),) * dim
     return torch.cat([whole[(*before, slice(*span))] for span in spans], dim)
 

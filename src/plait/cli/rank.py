@@ -141,7 +141,8 @@ def _go_on(job: Job, checkpoints: Checkpoints, view: View | None) -> None:
 
 
 def _forget_checkpoints(job: Job, view: View) -> None:
-    """A new run begins where another left checkpoints: they go with it where it is replaced, and lose their names else."""
+    """A new run begins where another left checkpoints: they go with it where it is replaced, and lose their names
+    else."""
     for old in folders.steps(job.folder / folders.FOLDER):
         if job.overwrites:
             folders.remove(old)

@@ -15,11 +15,20 @@ from typing import Literal
 @dataclass(frozen=True)
 class Piece:
     """A stretch of the dim that tp cuts, cut by itself: q, k and v of a fused projection, gate and up of a fused MLP.
-    `quantum` elements are never parted (one attention group, say)."""
+
+    `quantum` elements stay together where there are as many quanta as ranks: one attention group, a KV head with the
+    query heads that read it. Where there are fewer, several ranks have one KV head between them, and `grain` elements are
+    never parted: of queries one head, so that each rank has heads of its own; of keys and values the whole quantum, of
+    which each rank has a copy. What is no heads has no `grain`."""
 
     name: str
     length: int
     quantum: int = 1
+    grain: int | None = None
+
+    @property
+    def quanta(self) -> int:
+        return self.length // self.quantum
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,14 @@ class ParameterFact:
     def elements(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def branch(self) -> str:
+        """The child of a block that it belongs to: the attention, the MLP, a norm. Empty outside of blocks."""
+        if self.block is None:
+            return ""
+        prefix, _, inside = self.module.partition(f".{self.block}.")
+        return f"{prefix}.{self.block}.{inside.partition('.')[0]}"
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -65,7 +82,8 @@ class ModelFacts:
     block's output is (none given: `hidden`, and logits follow); `heads` is 0 where plait knows of none. `head` names the
     module that gives the logits, `whole_logits` what is done to them after it that takes more than each by itself (empty:
     nothing is), `experts_per_token` how many experts of a layer a token goes to (0: there are none), `attention_dropout`
-    which share of its attention weights training drops."""
+    which share of its attention weights training drops, `whole_rows` why its blocks cannot have some tokens of a row each
+    (empty: they can)."""
 
     family: str
     blocks: int
@@ -80,6 +98,7 @@ class ModelFacts:
     attention_dropout: float = 0.0
     widths: tuple[int, ...] = ()
     whole_logits: str = ""
+    whole_rows: str = ""
 
     @property
     def elements(self) -> int:
@@ -95,6 +114,22 @@ class ModelFacts:
         return next(
             p for p in self.parameters if p.tensor == "weight" and self.head in (p.module, *(use[0] for use in p.tied))
         )
+
+    @cached_property
+    def block_of(self) -> Mapping[str, int | None]:
+        """The block of every module that has parameters."""
+        return {parameter.module: parameter.block for parameter in self.parameters} | {
+            module: None for parameter in self.parameters for module, _ in parameter.tied
+        }
+
+    @cached_property
+    def branches(self) -> Mapping[int, tuple[str, ...]]:
+        """Of each block the children that tp cuts something of, in order: attention and MLP."""
+        found: dict[int, dict[str, None]] = {}
+        for parameter in self.parameters:
+            if parameter.block is not None and parameter.cut is not None:
+                found.setdefault(parameter.block, {})[parameter.branch] = None
+        return {block: tuple(names) for block, names in found.items()}
 
     @cached_property
     def styles(self) -> Mapping[str, str | None]:

@@ -41,7 +41,8 @@ def balanced(length: int, pieces: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Cut:
-    """One dim cut over the product of some axes. `quantum` elements (an attention group, say) are never parted."""
+    """One dim cut over the product of some axes, or factors of axes. `quantum` elements (an attention group, say) are
+    never parted."""
 
     dim: int
     axes: tuple[str, ...]
@@ -95,12 +96,11 @@ class Layout:
         """What `rank` holds, or None when it holds nothing. An empty slice is a box with start == stop."""
         if not self.holds(mesh, rank):
             return None
-        place = mesh.coordinate(rank)
         box = [(0, size) for size in self.shape]
         for cut in self.cuts:
             index = 0
             for axis in cut.axes:
-                index = index * mesh.degree(axis) + place[axis]
+                index = index * mesh.degree(axis) + mesh.index(rank, axis)
             start, stop = box[cut.dim]
             units = (stop - start) // cut.quantum
             if units * cut.quantum != stop - start:

@@ -5,11 +5,14 @@ A mesh is an ordered product of axes; the last axis varies fastest, so with (pp 
     rank = (pp * 2 + dp) * 2 + tp          tp neighbours are ranks 0 and 1, pp neighbours 0 and 4
 
 tp is innermost because it talks most, pp outermost because it talks least. A group is what is left of the mesh when
-some axes vary and the others stand still. dp is a product of two atoms, replica x shard: with dp 4 and 2 replicas
+some axes vary and the others stand still.
+
+An axis is a product of factors, which are named after it: `dp/2` counts the pairs of neighbours on dp, `dp%2` which of a
+pair a rank is. With dp 4
 
     dp        0 1 2 3
-    replica   0 0 1 1       ranks that keep the same shares
-    shard     0 1 0 1       ranks that share: neighbours
+    dp/2      0 0 1 1       `replica` is another name of dp/n, `shard` of dp%n, with dp = replicas x n
+    dp%2      0 1 0 1
 
 The mesh knows ranks and numbers; processes and sockets are runtime/comm's.
 """
@@ -18,12 +21,41 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 AXES = ("pp", "dp", "tp")
 """Every axis that a plan sets, in the order in which they are printed and laid out."""
 ATOMS = ("replica", "shard")
-"""Of dp."""
+"""Factors of dp: ranks that keep the same shares, and ranks that share."""
+
+
+def factors(axis: str, inner: int) -> tuple[str, str]:
+    """The names of an axis's outer factor and of its inner one, of size `inner`."""
+    return f"{axis}/{inner}", f"{axis}%{inner}"
+
+
+def rest_of(axis: str, taken: Iterable[str]) -> str | None:
+    """What is left of an axis beside the factors that are taken: itself, its other factor, or nothing."""
+    whole, sign, size = axis, "", ""
+    for name in taken:
+        found, mark, number = _parted(name)
+        if found != axis:
+            continue
+        if not mark or (sign and mark != sign):
+            return None
+        sign, size = mark, number
+        whole = f"{axis}{'%' if sign == '/' else '/'}{size}"
+    return whole
+
+
+def _parted(name: str) -> tuple[str, str, str]:
+    """ "tp%2" -> tp, %, 2."""
+    for sign in "/%":
+        axis, found, size = name.partition(sign)
+        if found:
+            return axis, sign, size
+    return name, "", ""
 
 
 @dataclass(frozen=True)
@@ -51,11 +83,21 @@ class Mesh:
     def names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.axes)
 
+    def _factor(self, name: str) -> tuple[str, int, int]:
+        """The axis of a name, how far apart neighbours are on it, and how many there are."""
+        if name in ATOMS:
+            name = f"dp{'/%'[ATOMS.index(name)]}{dict(self.axes).get('dp', 1) // self.replicas}"
+        axis, sign, size = _parted(name)
+        whole = dict(self.axes).get(axis, 1 if axis == "dp" else 0)
+        if not whole or (sign and whole % int(size)):
+            raise ValueError(f"this mesh has no axis {name}, only {self.names}")
+        if not sign:
+            return axis, 1, whole
+        return (axis, int(size), whole // int(size)) if sign == "/" else (axis, 1, int(size))
+
     def degree(self, *names: str) -> int:
-        """Product of the sizes of the named axes, or atoms of dp."""
-        sizes = dict(self.axes)
-        sizes |= {"replica": self.replicas, "shard": sizes.get("dp", 1) // self.replicas}
-        return math.prod(sizes[name] for name in names)
+        """Product of the sizes of the named axes, or factors of them."""
+        return math.prod(self._factor(name)[2] for name in names)
 
     def coordinate(self, rank: int) -> dict[str, int]:
         if not 0 <= rank < self.size:
@@ -79,28 +121,21 @@ class Mesh:
         return rank
 
     def index(self, rank: int, name: str) -> int:
-        """Where a rank is on an axis, or on an atom of dp."""
-        place = self.coordinate(rank)
-        if name not in ATOMS:
-            return place[name]
-        return divmod(place.get("dp", 0), self.degree("shard"))[ATOMS.index(name)]
+        """Where a rank is on an axis, or on a factor of one."""
+        axis, step, size = self._factor(name)
+        return self.coordinate(rank).get(axis, 0) // step % size
 
     def group(self, rank: int, *names: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` on the named axes, or atoms of dp, only, itself included, ascending."""
-        unknown = set(names) - {*self.names, *ATOMS}
-        if unknown:
-            raise ValueError(f"this mesh has no axis {sorted(unknown)}, only {self.names}")
+        """The ranks that differ from `rank` on the named axes, or factors of axes, only, itself included, ascending."""
         place = self.coordinate(rank)
-        ranges = [(place[name],) if name not in names else range(size) for name, size in self.axes]
-        atoms = [atom for atom in ATOMS if atom in names]
-        if len(atoms) == 1 and "dp" in self.names and "dp" not in names:
-            (atom,) = atoms
-            shards = self.degree("shard")
-            first, own = place["dp"] // shards * shards, place["dp"] % shards
-            inside, across = range(first, first + shards), range(own, self.degree("dp"), shards)
-            ranges[self.names.index("dp")] = inside if atom == "shard" else across
-        elif atoms and "dp" in self.names:
-            ranges[self.names.index("dp")] = range(self.degree("dp"))
+        points = {axis: {where} for axis, where in place.items()}
+        for name in names:
+            axis, step, size = self._factor(name)
+            if axis in points:
+                points[axis] = {
+                    where + (other - where // step % size) * step for where in points[axis] for other in range(size)
+                }
+        ranges = [sorted(points[name]) for name in self.names]
         return tuple(self.rank(**dict(zip(self.names, point, strict=True))) for point in itertools.product(*ranges))
 
     def groups(self, *names: str) -> list[tuple[int, ...]]:

@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import Literal
 
 from .layout import Box, Layout, elements
-from .mesh import Mesh
+from .mesh import Mesh, rest_of
 
-REGION_AXES = {"full": ("dp",), "heads": ("dp", "tp")}
+REGION_AXES = {"full": ("dp",), "heads": ("dp", "tp"), "tokens": ("dp", "tp")}
 """Which axes cut the *work* of a module, by the region it works in. dp cuts the batch everywhere; a module that works
 on a shard of the tokens or of the heads adds the axis that cuts those."""
 
@@ -40,6 +40,11 @@ class Part:
         return self.kind == "weight"
 
     @property
+    def is_copied(self) -> bool:
+        """Whether several places of tp have the same slice of it."""
+        return rest_of("tp", self.compute.cut_axes) is not None
+
+    @property
     def owner(self) -> int:
         """The place on the pp axis that counts it, keeps its state and updates it."""
         return self.places[0]
@@ -55,7 +60,8 @@ class Part:
         What is frozen has no gradient: none."""
         if not self.trains:
             return ()
-        return tuple(axis for axis in REGION_AXES[self.region] if axis not in self.compute.cut_axes)
+        left = (rest_of(axis, self.compute.cut_axes) for axis in REGION_AXES[self.region])
+        return tuple(axis for axis in left if axis is not None)
 
     # What a rank keeps, sums and updates, if its place is the owner's. ZeRO cuts it further, over the dp ranks that would
     # hold copies: see Sharding.stretch.
@@ -92,9 +98,27 @@ class Parameter:
 
     @property
     def first(self) -> Part:
-        """Where they are used, what they are summed over, whether they train and whether they decay is the same for all
-        parts."""
+        """Where they are used, whether they train and whether they decay is the same for all parts."""
         return self.parts[0]
+
+    @property
+    def summed_over(self) -> tuple[str, ...]:
+        """The axes over which the gradients of all parts are summed, once a step."""
+        return tuple(axis for axis in self.first.summed_over if all(axis in part.summed_over for part in self.parts))
+
+    def summed_early(self, mesh: Mesh, rank: int) -> tuple[tuple[str, ...], tuple[tuple[int, int], ...]]:
+        """Some parts of a fused tensor may be summed over more: keys and values of which several ranks have copies,
+        beside queries of their own. That is done in each backward. The axes, and where the parts stand in what `rank`
+        holds."""
+        axes: tuple[str, ...] = ()
+        found, start = [], 0
+        for part, (first, last) in zip(self.parts, self.spans(mesh, rank), strict=True):
+            more = tuple(axis for axis in part.summed_over if axis not in self.summed_over)
+            if more:
+                axes = more
+                found.append((start, start + last - first))
+            start += last - first
+        return axes, tuple(found)
 
     @property
     def shape(self) -> tuple[int, ...]:

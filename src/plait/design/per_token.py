@@ -17,6 +17,7 @@ Bytes: every tensor that some backward needs, once; h hidden, a heads of D, t tp
     plain MLP   2 f e / t              the output before the activation and after it
     stage       2 D e                  cosines and sines of the positions
     embedding   9 where t > 1          the tokens' places among the own rows, and the mask of those that are elsewhere
+    sp          norm, recomputed       of the own tokens; what column-parallel layers read is among them
     recomputed  h e                    the block's input, and nothing else (of attention: nothing but what norms keep)
     frozen      less: what a norm multiplies by its weight, what linear layers alone read; all where no gradient comes
     head, loss  4 V / t + 18           fp32 exponentials, their sum, the target and its two masks; where the loss is
@@ -30,11 +31,13 @@ transformers' llama keeps them: on a CPU, where every row is one document, the c
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from . import balance
 from .facts import ModelFacts, ParameterFact
-from .plan import Plan, stage_blocks
+from .plan import Plan, stage_blocks, width_after
 from .precision import ELEMENT, WIDE
 from .sharding import Sharding
 from .styles import STYLES
@@ -66,54 +69,108 @@ def operations(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int) ->
     return products - moved + attention, back + moved + learnt + again, trained - learnt
 
 
-def kept(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int) -> int:
-    """Bytes that one token leaves for backward on each rank of `stage`."""
+@dataclass(frozen=True)
+class Here:
+    """A rank, and what it has of each tensor that tp cuts."""
+
+    plan: Plan
+    facts: ModelFacts
+    sharding: Sharding
+    rank: int
+
+    def at(self, stage: int) -> Here:
+        """The rank beside this one in the pipeline that has a stage."""
+        mesh = self.sharding.mesh
+        return replace(self, rank=mesh.rank(**{**mesh.coordinate(self.rank), "pp": self.sharding.placement[stage]}))
+
+    def shape(self, fact: ParameterFact) -> tuple[int, ...]:
+        return self.sharding.parameter(fact.name).local_shape(self.sharding.mesh, self.rank)
+
+    def elements(self, fact: ParameterFact) -> int:
+        return math.prod(self.shape(fact))
+
+    def pieces(self, fact: ParameterFact) -> list[int]:
+        """How long each piece of the dim is that tp cuts."""
+        return [stop - start for start, stop in self.sharding.parameter(fact.name).spans(self.sharding.mesh, self.rank)]
+
+    @property
+    def own(self) -> float:
+        """Which share of the tokens this rank has between the branches of blocks; a whole number where it has all."""
+        if not self.plan.sp:
+            return 1
+        own = self.plan.tokens_at(self.plan.seq)[self.sharding.mesh.index(self.rank, "tp")]
+        return own / self.plan.seq
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        start, stop = self.sharding.own_heads(self.rank)[0]
+        return stop - start
+
+    @property
+    def rows(self) -> int:
+        """Of the vocabulary, at the head."""
+        return width_after(self.plan, self.facts, self.plan.stages - 1, tp=self.sharding.mesh.index(self.rank, "tp"))
+
+    def gives(self, stage: int) -> int:
+        """Elements a token of what a stage gives to the next."""
+        return width_after(self.plan, self.facts, stage, tp=self.sharding.mesh.index(self.rank, "tp"))
+
+
+def kept(here: Here, stage: int) -> float:
+    """Bytes that one token leaves for backward on a rank of `stage`."""
+    plan, facts, sharding = here.plan, here.facts, here.sharding
     item = ELEMENT[plan.compute]
     used = [facts.by_name[held.name] for held in sharding.on_stage(stage)]
     # The loss may be a stage without blocks, and backward need not come to any.
     turned = any(fact.block is not None and sharding.reaches(stage, fact.block) for fact in used)
-    token = 2 * (facts.hidden // facts.heads) * item * turned
-    token += sum(block_bytes(plan, facts, ours, reached=sharding.reaches(stage, b)) for b, ours in blocks_of(used))
-    return token + _of_loss(plan, facts, stage)
+    token: float = 2 * (facts.hidden // facts.heads) * item * turned
+    token += sum(block_bytes(here, ours, reached=sharding.reaches(stage, b)) for b, ours in blocks_of(used))
+    return token + _of_loss(here, stage)
 
 
-def _of_loss(plan: Plan, facts: ModelFacts, stage: int) -> int:
-    if stage != plan.loss_stage or plan.chunks_loss:
+def _of_loss(here: Here, stage: int) -> int:
+    if stage != here.plan.loss_stage or here.plan.chunks_loss:
         return 0
-    return WIDE * facts.vocabulary // plan.tp + 18
+    return WIDE * here.rows + 18
 
 
-def at_work(plan: Plan, facts: ModelFacts, stage: int) -> int:
+def at_work(here: Here, stage: int) -> int:
     """Bytes of one token of a chunk of the loss while its logits are there: in fp32, and in another type of compute."""
+    plan = here.plan
     if stage != plan.loss_stage or not plan.chunks_loss:
         return 0
-    return (WIDE + ELEMENT[plan.compute] * (plan.compute != "fp32")) * facts.vocabulary // plan.tp
+    return (WIDE + ELEMENT[plan.compute] * (plan.compute != "fp32")) * here.rows
 
 
-def replayed(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int, *, splits: bool) -> int:
+def replayed(here: Here, stage: int, *, splits: bool) -> float:
     """The most bytes a token by which a backward of `stage` with recomputation goes beyond what it began with: the inside
     of a block comes back when what was kept behind it is gone, or where backward `splits` is put off."""
+    plan, facts, sharding = here.plan, here.facts, here.sharding
     if plan.recompute == "none":
         return 0
     item = ELEMENT[plan.compute]
     used = [facts.by_name[held.name] for held in sharding.on_stage(stage)]
-    most, since = 0, -_of_loss(plan, facts, stage)
-    plain = plan.model_copy(update={"recompute": "none", "recompute_every": 1})
+    most: float = 0
+    since: float = -_of_loss(here, stage)
+    plain = without_recomputation(here)
     for block, ours in reversed(blocks_of(used)):
         reached = sharding.reaches(stage, block)
-        held = block_bytes(plan, facts, ours, reached=reached)
+        held = block_bytes(here, ours, reached=reached)
         if not reached:
             continue
         if plan.recompute == "full" and plan.recomputes(block):
             # In fp32 the norm's input is the block's, which is kept already.
-            inside = block_bytes(plain, facts, ours, reached=True) - (held if item == WIDE else 0)
-            most = max(most, since + inside + (facts.hidden * item if splits else 0))
+            inside = block_bytes(plain, ours, reached=True) - (held if item == WIDE else 0)
+            most = max(most, since + inside + (facts.hidden * item * here.own if splits else 0))
         elif plan.recomputes(block):
-            first = facts.hidden * (WIDE + 2 * item) + WIDE  # the norm before attention is all that is left by then
-            most = max(most, since + block_bytes(plain, facts, ours, reached=True) - held - (held - first))
+            first = (
+                facts.hidden * (WIDE + 2 * item) + WIDE
+            ) * here.own  # the norm before attention is all that is left by then
+            most = max(most, since + block_bytes(plain, ours, reached=True) - held - (held - first))
         since -= held
         if splits:
-            since += deferred(plan, facts, sharding, stage, ours)
+            since += deferred(here, stage, ours)
     return most
 
 
@@ -121,26 +178,31 @@ def blocks_of(used: list[ParameterFact]) -> list[tuple[int | None, list[Paramete
     return [(block, list(ours)) for block, ours in groupby(used, lambda fact: fact.block)]
 
 
-def block_bytes(plan: Plan, facts: ModelFacts, ours: list[ParameterFact], *, reached: bool) -> int:
+def without_recomputation(here: Here) -> Here:
+    return replace(here, plan=here.plan.model_copy(update={"recompute": "none", "recompute_every": 1}))
+
+
+def block_bytes(here: Here, ours: list[ParameterFact], *, reached: bool) -> float:
     """What a block leaves, or what comes before or after the blocks; `reached` says whether its input has a gradient."""
-    item, t, block = ELEMENT[plan.compute], plan.tp, ours[0].block
+    plan, facts = here.plan, here.facts
+    item, block = ELEMENT[plan.compute], ours[0].block
     if block is None:
         return _of_an_end(plan, facts, ours, reached=reached)
     if not reached:
         return 0
     if plan.recompute == "full" and plan.recomputes(block):
-        return facts.hidden * item
+        return facts.hidden * item * (here.own if block else 1)  # the first one reads whole rows
     weights = [fact for fact in ours if fact.tensor == "weight"]
     norms = [fact for fact in weights if len(fact.shape) == 1]
     token = len(norms) * (facts.hidden * (WIDE + 2 * item) + WIDE)
-    scores = WIDE * facts.heads
+    scores = WIDE * here.heads
     if plan.recomputes(block):
         scores, weights = 0, [fact for fact in weights if not in_attention(fact)]
     # What nothing but the gradient of a frozen weight would read.
     unread = sum(not plan.trains(fact) for fact in norms)
     by_columns = [fact for fact in weights if _cut_by_columns(fact)]
     unread += len({fact.reads for fact in by_columns} - {fact.reads for fact in by_columns if plan.trains(fact)})
-    return token - unread * facts.hidden * item + (_matrices(plan, weights) * item + scores) // t
+    return (token - unread * facts.hidden * item) * here.own + _matrices(here, weights) * item + scores
 
 
 def _of_an_end(plan: Plan, facts: ModelFacts, ours: list[ParameterFact], *, reached: bool) -> int:
@@ -171,13 +233,12 @@ def in_attention(fact: ParameterFact) -> bool:
     return any("attn" in name or "attention" in name for name in fact.module.split(".")[:-1])
 
 
-def deferred(
-    plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int, ours: list[ParameterFact] | None = None
-) -> int:  # fmt: skip
+def deferred(here: Here, stage: int, ours: list[ParameterFact] | None = None) -> float:
     """Bytes that one token keeps on each rank of `stage` between the backward of the input and that of the weights: what
     every linear layer read, once, and the gradients of what each gave; of `ours`, or all of the stage."""
+    plan, facts, sharding = here.plan, here.facts, here.sharding
     names = {held.name for held in (sharding.on_stage(stage) if ours is None else ours)}
-    token = 0
+    token: float = 0
     read: set[str] = set()
     for held in sharding.on_stage(stage):
         if held.name not in names:
@@ -186,25 +247,27 @@ def deferred(
         used = [module for place, module in held.first.uses if place == stage]
         # An embedding looks up: only blocks and the head multiply. What is frozen is owed nothing.
         multiplies = fact.tensor == "weight" and len(fact.shape) == 2 and (fact.block is not None or facts.head in used)
-        if not multiplies or not plan.trains(fact):
+        if not multiplies or not plan.trains(fact) or held.summed_early(sharding.mesh, here.rank)[1]:
             continue
         if plan.chunks_loss and facts.head in used:  # its weight's gradient is made with the logits, chunk by chunk
             continue
         cuts = STYLES[fact.style].cuts if fact.style in STYLES and fact.cut is not None else "none"
         transposed = fact.cut is not None and fact.cut == {"out": 1, "in": 0}.get(cuts)
-        out, into = reversed(fact.shape) if transposed else fact.shape
+        out, into = reversed(here.shape(fact)) if transposed else here.shape(fact)
         # q, k and v read one tensor, gate and up another; what is cut by columns reads one of its own.
         reads = fact.reads if fact.module in used and cuts == "out" else fact.name
-        token += out // (plan.tp if cuts == "out" else 1)
+        token += out
         if reads not in read:
             read.add(reads)
-            token += into // (plan.tp if cuts == "in" else 1)
+            # What whole rows were made of, in blocks.
+            token += into * (here.own if cuts == "out" and fact.block is not None else 1)
     return token * ELEMENT[plan.compute]
 
 
-def arriving(plan: Plan, facts: ModelFacts, stage: int) -> int:
+def arriving(here: Here, stage: int) -> float:
     """Bytes a token of the gradient of what `stage` gave: where backward is split, its last linear layer keeps it. The
     stage with the loss gets none: it makes that of the logits in the place of its exponentials."""
+    plan, facts = here.plan, here.facts
     if stage == plan.loss_stage:
         return 0
     last = (
@@ -212,11 +275,10 @@ def arriving(plan: Plan, facts: ModelFacts, stage: int) -> int:
     )
     if not plan.trains(last[-1]):
         return 0
-    width = facts.vocabulary // plan.tp if stage == plan.stages - 1 else facts.hidden
-    return width * ELEMENT[plan.compute]
+    return (here.rows if stage == plan.stages - 1 else facts.hidden) * ELEMENT[plan.compute]
 
 
-def _matrices(plan: Plan, weights: list[ParameterFact]) -> int:
+def _matrices(here: Here, weights: list[ParameterFact]) -> int:
     """Elements a token that the matrices of one block leave behind: the outputs of those cut by rows, the inputs of those
     cut by columns; and where a gate multiplies, its activation's output."""
     found = 0
@@ -225,10 +287,10 @@ def _matrices(plan: Plan, weights: list[ParameterFact]) -> int:
         if fact.cut is None or len(fact.shape) != 2 or fact.style not in STYLES:
             continue
         # Attention keeps what its way out reads; what that of the MLP reads is its weight's gradient's alone.
-        if STYLES[fact.style].cuts == "out" or in_attention(fact) or plan.trains(fact):
-            found += fact.shape[fact.cut]
+        if STYLES[fact.style].cuts == "out" or in_attention(fact) or here.plan.trains(fact):
+            found += here.shape(fact)[fact.cut]
         if STYLES[fact.style].cuts == "out":
             # Gate and up, apart or in one tensor.
-            fused = [piece.length for piece in fact.pieces] if len(fact.pieces) == 2 else [fact.shape[fact.cut]]
+            fused = here.pieces(fact) if len(fact.pieces) == 2 else [here.shape(fact)[fact.cut]]
             outputs.setdefault(fact.reads, []).extend(fused)
     return found + sum(sizes[0] for sizes in outputs.values() if len(sizes) == 2 and sizes[0] == sizes[1])

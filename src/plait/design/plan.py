@@ -53,6 +53,10 @@ class Plan(BaseModel):
         "ddp", description="How dp ranks share their work: as equals, or for comparison all through rank 0."
     )
     tp: int = Field(1, ge=1, description="Tensor parallel degree.")
+    sp: bool = Field(
+        False,
+        description="Sequence parallelism: between attention and MLP each tp rank has its own tokens of every row.",
+    )
     pp: int = Field(1, ge=1, description="Pipeline parallel degree.")
     zero: int = Field(
         0,
@@ -221,6 +225,12 @@ class Plan(BaseModel):
         spans = (balanced(self.batch // self.dp, self.microbatches, number) for number in range(self.microbatches))
         return tuple(stop - start for start, stop in spans)
 
+    def tokens_at(self, seq: int) -> tuple[int, ...]:
+        """How many tokens of a row each place of tp has between blocks: all, or with sp so many, larger first."""
+        if not self.sp:
+            return (seq,) * self.tp
+        return tuple(stop - start for start, stop in (balanced(seq, self.tp, place) for place in range(self.tp)))
+
     @property
     def accumulates(self) -> str:
         """The type in which gradients are kept and added up."""
@@ -327,13 +337,22 @@ def stage_blocks(plan: Plan, facts: ModelFacts) -> list[tuple[int, int]]:
     return list(pairwise([0, *accumulate(sizes)]))
 
 
-def width_after(plan: Plan, facts: ModelFacts, stage: int) -> int:
-    """What a stage gives to the next, in elements a token on each tp rank: hidden states, or from the last stage that has
-    blocks the logits, which stay cut."""
+def width_after(plan: Plan, facts: ModelFacts, stage: int, *, tp: int) -> int:
+    """What a stage gives to the next, in elements a token at a place `tp` of that axis: hidden states, or from the last
+    stage that has blocks the logits, which stay cut."""
     if stage < plan.stages - 1:
         return facts.widths[stage_blocks(plan, facts)[stage][1] - 1] if facts.widths else facts.hidden
-    cut = plan.tp > 1 and facts.head_weight.cut is not None
-    return facts.vocabulary // plan.tp if cut else facts.vocabulary
+    if facts.head_weight.cut is None:
+        return facts.vocabulary
+    start, stop = balanced(facts.vocabulary, plan.tp, tp)
+    return stop - start
+
+
+def shape_after(plan: Plan, facts: ModelFacts, stage: int, *, rows: int, seq: int, tp: int) -> tuple[int, int, int]:
+    """Of what a stage gives to the next for a microbatch of `rows` of `seq` tokens. The last one that has blocks gives
+    all of its tokens."""
+    tokens = plan.tokens_at(seq)[tp] if stage < plan.stages - 1 else seq
+    return rows, tokens, width_after(plan, facts, stage, tp=tp)
 
 
 def stage_of_block(plan: Plan, facts: ModelFacts, block: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from . import balance as dealing
 from . import frozen
 from .errors import PlanError, divisors, listed
-from .facts import ModelFacts
+from .facts import ModelFacts, ParameterFact
 from .plan import Plan
 from .precision import BITS
 from .schedule import method, suitable
@@ -84,8 +84,9 @@ def blocks_are_dealt(plan: Plan, facts: ModelFacts) -> str | None:
     return dealing.refusal(plan.balance, plan.stages, facts.blocks)
 
 
-def tensors_divide(plan: Plan, facts: ModelFacts) -> str | None:
-    """tp cuts attention by whole groups (one KV head and its query heads), MLPs by columns, the vocabulary by rows."""
+def tensors_can_be_cut(plan: Plan, facts: ModelFacts) -> str | None:
+    """tp cuts attention by whole groups (one KV head and its query heads), or a KV head's query heads among the ranks
+    that have a copy of it; MLPs by columns, the vocabulary by rows."""
     if plan.tp == 1:
         return None
     if all(parameter.style is None for parameter in facts.parameters):
@@ -95,18 +96,40 @@ def tensors_divide(plan: Plan, facts: ModelFacts) -> str | None:
     for parameter in facts.parameters:
         if parameter.style is not None:
             style(parameter.style, parameter.module)  # refuses what is not carried out, by name
-        if parameter.cut is None:
+        why = _uncut(parameter, facts, plan.tp)
+        if why is not None:
+            return f"{why}: this model takes tp {listed(legal_tp(facts))}."
+    return None
+
+
+def rows_can_be_cut(plan: Plan, facts: ModelFacts) -> str | None:
+    if not plan.sp:
+        return None
+    if plan.tp == 1:
+        return "sp deals the tokens of a row to tp ranks, and tp is 1: set sp false, or tp 2 or more."
+    if facts.whole_rows:
+        return f"sp deals the tokens of a row to tp ranks, but {facts.whole_rows}: set sp false."
+    if plan.seq < plan.tp:
+        return f"sp deals the {plan.seq} tokens of a row to {plan.tp} ranks: set seq {plan.tp} or more."
+    return None
+
+
+def _uncut(parameter: ParameterFact, facts: ModelFacts, tp: int) -> str | None:
+    """Why so many ranks cannot each have something of a parameter."""
+    for piece in parameter.pieces if parameter.cut is not None else ():
+        if piece.quanta >= tp:
             continue
-        for piece in parameter.pieces:
-            units = piece.length // piece.quantum
-            if units % plan.tp:
-                what = {facts.vocabulary: "vocabulary rows"}.get(units, "columns")
-                if piece.quantum > 1:
-                    what = f"KV heads ({facts.heads} heads in groups of {facts.heads // facts.kv_heads})"
-                return (
-                    f"tp {plan.tp} does not divide the {units} {what} of {parameter.name}: this model takes tp "
-                    f"{listed(legal_tp(facts))}."
-                )
+        if piece.grain is None:
+            what = {facts.vocabulary: "vocabulary rows"}.get(piece.length, "columns")
+            return f"tp {tp} is more than the {piece.length} {what} of {parameter.name}"
+        group = facts.heads // facts.kv_heads
+        has = f"the {facts.kv_heads} KV heads ({facts.heads} heads in groups of {group}) of {parameter.name}"
+        if tp % facts.kv_heads:
+            return (
+                f"tp {tp} is more than {has}, and no multiple of them, so that some would be on more ranks than others"
+            )
+        if tp > facts.heads:
+            return f"tp {tp} is more than the {facts.heads} heads that read {has}"
     return None
 
 
@@ -258,22 +281,16 @@ def evaluation_is_asked_for(plan: Plan, facts: ModelFacts) -> str | None:
 
 RULES: tuple[Rule, ...] = (
     degrees_make_the_ranks, schedule_is_known, limit_is_for_a_search, batch_divides, blocks_fill_stages,
-    blocks_are_dealt, tensors_divide, shares_are_of_several, something_trains, recomputation_has_something,
+    blocks_are_dealt, tensors_can_be_cut, rows_can_be_cut, shares_are_of_several, something_trains,
+    recomputation_has_something,
     loss_is_in_chunks, master_is_alone_with_its_ranks, orders_are_of_several, sums_keep_what_they_add,
     scale_is_for_fp16, sequence_fits, warm_up_ends, own_attention_drops_nothing, evaluation_is_asked_for,
 )  # fmt: skip
 
 
 def legal_tp(facts: ModelFacts) -> list[int]:
-    """Every tp degree up to 64 that divides whatever the model's tensor plan cuts."""
-    units = [facts.kv_heads]
-    units += [
-        piece.length // piece.quantum
-        for parameter in facts.parameters
-        if parameter.cut is not None
-        for piece in parameter.pieces
-    ]
-    return [t for t in range(1, 65) if all(unit % t == 0 for unit in units)]
+    """Every tp degree up to 64 with which each rank has something of whatever the model's tensor plan cuts."""
+    return [t for t in range(1, 65) if all(_uncut(parameter, facts, t) is None for parameter in facts.parameters)]
 
 
 def validate(plan: Plan, facts: ModelFacts) -> None:

@@ -20,7 +20,7 @@ from typing import Literal
 
 from .facts import ModelFacts, ParameterFact, Piece
 from .layout import Cut, Layout, elements
-from .mesh import Mesh
+from .mesh import Mesh, factors, rest_of
 from .part import Parameter, Part
 from .plan import Plan, stage_blocks
 from .records import Holding
@@ -42,12 +42,15 @@ weights too. ZeRO-2 differs from ZeRO-1 in what it keeps before the sum: no more
 @dataclass(frozen=True)
 class Sharding:
     """All parameters of a model over the mesh of a plan; `placement` says where each stage is on the pp axis, `zero`
-    which stage of ZeRO cuts over dp what its ranks would hold copies of."""
+    which stage of ZeRO cuts over dp what its ranks would hold copies of, `heads` how many query and KV heads it has,
+    `sp` whether tp ranks have tokens of their own between the branches of blocks."""
 
     mesh: Mesh
     placement: tuple[int, ...]
     parameters: tuple[Parameter, ...]
     zero: int = 0
+    heads: tuple[int, int] = (0, 0)
+    sp: bool = False
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -65,6 +68,15 @@ class Sharding:
             for _, module in parameter.first.uses:
                 found.setdefault(module, parameter)
         return found
+
+    def own_heads(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(start, stop) of the query heads and of the KV heads that `rank` computes with."""
+        heads, groups = self.heads
+        queries, keys = Piece("", heads, heads // groups, grain=1), Piece("", groups, 1, grain=1)
+        tp = self.mesh.degree("tp")
+        boxes = (Layout((piece.length,), cuts(piece, 0, tp)).box(self.mesh, rank) for piece in (queries, keys))
+        own = [box[0] for box in boxes if box is not None]
+        return own[0], own[1]
 
     def on_stage(self, stage: int) -> tuple[Parameter, ...]:
         return tuple(p for p in self.parameters if any(use[0] == stage for use in p.first.uses))
@@ -153,6 +165,21 @@ class Sharding:
     def parameter(self, name: str) -> Parameter:
         return self._by_name[name]
 
+    def slices(self, name: str) -> tuple[int, ...]:
+        """How long the slice of a parameter is at each place of tp, along the dim that is cut."""
+        parameter = self.parameter(name)
+        ranks = (self.mesh.rank(pp=parameter.first.owner, tp=place) for place in range(self.mesh.degree("tp")))
+        return tuple(sum(stop - start for start, stop in parameter.spans(self.mesh, rank)) for rank in ranks)
+
+    def has_copies(self, module: str) -> bool:
+        """Whether several places of tp make the same of a module, keys or values, and each uses it in its own way."""
+        weight = self.of_module(module)
+        if weight is None:
+            return False
+        if weight.first.region == "heads" and not weight.first.compute.cut_axes:  # norms of heads
+            return self.mesh.degree("tp") > self.heads[1]
+        return any(part.compute.cut_axes and part.is_copied for part in weight.parts)
+
     def of_module(self, module: str) -> Parameter | None:
         """The first parameter that `module` uses: its weight."""
         return self._by_module.get(module)
@@ -163,8 +190,19 @@ def _layout(parameter: ParameterFact, piece: Piece, places: tuple[int, ...], tp:
     if parameter.cut is None:
         return Layout(tuple(shape), places=places)
     shape[parameter.cut] = piece.length
-    layout = Layout(tuple(shape), places=places)
-    return layout if tp == 1 else layout.then(Cut(parameter.cut, ("tp",), piece.quantum))
+    return Layout(tuple(shape), cuts(piece, parameter.cut, tp), places)
+
+
+def cuts(piece: Piece, dim: int, tp: int) -> tuple[Cut, ...]:
+    """How tp cuts a piece of a dim. Where there are fewer KV heads than ranks, each is on several neighbours, and these
+    have its query heads between them."""
+    if tp == 1:
+        return ()
+    if piece.quanta >= tp or piece.grain is None:
+        return (Cut(dim, ("tp",), piece.quantum),)
+    heads, queries = factors("tp", tp // piece.quanta)
+    shared = Cut(dim, (heads,), piece.quantum)
+    return (shared,) if piece.grain == piece.quantum else (shared, Cut(dim, (queries,), piece.grain))
 
 
 def _uses(parameter: ParameterFact, stages: Sequence[int], last: int) -> tuple[tuple[int, str], ...]:
@@ -181,6 +219,16 @@ def _uses(parameter: ParameterFact, stages: Sequence[int], last: int) -> tuple[t
     )
 
 
+def _on_own_tokens(fact: ParameterFact, facts: ModelFacts) -> bool:
+    """Whether a parameter is used, with sp, where a rank has its own tokens only: in a block beside attention and MLP, or
+    as what is added to the sum that comes out of them."""
+    if fact.block is None or fact.cut is not None:
+        return False
+    return fact.branch not in facts.branches[fact.block] or (
+        fact.style is not None and style(fact.style, fact.module).cuts == "in"
+    )
+
+
 def shard(facts: ModelFacts, plan: Plan) -> Sharding:
     """Lays `facts` over the plan's mesh."""
     parameters = []
@@ -190,8 +238,11 @@ def shard(facts: ModelFacts, plan: Plan) -> Sharding:
         uses = _uses(fact, stages, plan.stages - 1)
         places = tuple(placement[stage] for stage, _ in uses)
         region = "full" if fact.style is None or plan.tp == 1 else style(fact.style, fact.module).region
+        if plan.sp and plan.tp > 1 and _on_own_tokens(fact, facts):
+            region = "tokens"
         parts, start = [], 0
         for piece in fact.pieces:
+            layout = _layout(fact, piece, tuple(dict.fromkeys(places)), plan.tp)
             part = Part(
                 name=f"{fact.name}[{piece.name}]" if len(fact.pieces) > 1 else fact.name,
                 parameter=fact.name,
@@ -199,16 +250,18 @@ def shard(facts: ModelFacts, plan: Plan) -> Sharding:
                 start=start,
                 uses=uses,
                 places=places,
-                region=region,
+                # Of a KV head that several ranks have, each has the gradient of its own queries.
+                region="heads" if layout.cut_axes and rest_of("tp", layout.cut_axes) else region,
                 decays=fact.decays,
                 block=fact.block,
-                compute=_layout(fact, piece, tuple(dict.fromkeys(places)), plan.tp),
+                compute=layout,
                 kind="weight" if plan.trains(fact) else "frozen",
             )
             parts.append(part)
             start += piece.length
         parameters.append(Parameter(fact.name, tuple(parts)))
-    return Sharding(plan.mesh, placement, tuple(parameters), plan.zero if plan.dp > 1 else 0)
+    zero = plan.zero if plan.dp > 1 else 0
+    return Sharding(plan.mesh, placement, tuple(parameters), zero, (facts.heads, facts.kv_heads), plan.sp)
 
 
 def _runs(
@@ -242,7 +295,7 @@ def _units(sharding: Sharding, rank: int) -> list[Unit]:
             name = f"block {one.first.block}"
         else:
             name = BEFORE if not blocks or number < blocks[0] else AFTER
-        groups.setdefault((one.first.stages_at(place)[0], name, one.first.summed_over), []).append(number)
+        groups.setdefault((one.first.stages_at(place)[0], name, one.summed_over), []).append(number)
     found = []
     for (stage, name, axes), numbers in groups.items():
         held = [sharding.parameters[number] for number in numbers]
@@ -312,7 +365,7 @@ def _filled(
     open_: dict[tuple[str, ...], list[Parameter]] = {}
     sizes: dict[tuple[str, ...], int] = {}
     for parameter in parameters:
-        axes, count = parameter.first.summed_over, parameter.elements(mesh, rank) * item
+        axes, count = parameter.summed_over, parameter.elements(mesh, rank) * item
         current = open_.setdefault(axes, [])
         last = current and current[-1].first.block is not None and parameter.first.block is None
         if current and (last or sizes[axes] + count > limit):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .balance import WORDS
 from .errors import PlanError
 from .facts import ModelFacts
-from .per_token import deferred, kept, operations
+from .per_token import Here, deferred, kept, operations
 from .plan import Plan
 from .schedule import (
     Schedule,
@@ -87,11 +87,13 @@ def estimate(plan: Plan, facts: ModelFacts) -> Times:
     it takes is the machine's, and a plan knows none."""
     sharding, stages = shard(facts, plan), range(plan.stages)
     tokens = plan.microbatch_rows[0] * plan.seq
+    # The first place of tp has as much as any.
+    seats = [Here(plan, facts, sharding, sharding.mesh.rank(pp=sharding.placement[stage])) for stage in stages]
     forward, backward, weight = zip(*(operations(plan, facts, sharding, stage) for stage in stages), strict=True)
     return Times(
         tuple(tokens * count for count in forward),
         tuple(tokens * count for count in backward),
         tuple(tokens * count for count in weight),
-        tuple(tokens * kept(plan, facts, sharding, stage) for stage in stages),
-        tuple(tokens * deferred(plan, facts, sharding, stage) for stage in stages),
+        tuple(tokens * kept(seats[stage], stage) for stage in stages),
+        tuple(tokens * deferred(seats[stage], stage) for stage in stages),
     )

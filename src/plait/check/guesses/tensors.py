@@ -229,8 +229,9 @@ def across_documents(e: Evidence) -> str | None:
         return None
 
     def only_later(rank: int) -> bool:
-        off = (e.held[rank] - e.own(e.whole, rank)).abs().flatten(2).amax(-1) > e.departure.bound
-        return not bool(off[documents == 0].any())
+        off = (e.held[rank] - e.own(e.whole, rank)).abs() > e.departure.bound
+        of_each = documents.reshape(*documents.shape, *[1] * (e.whole.dim() - 2)).expand(e.whole.shape)
+        return not bool(off[e.own(of_each, rank) == 0].any())
 
     if not e.fits(only_later):
         return None

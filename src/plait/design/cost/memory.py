@@ -21,8 +21,9 @@ each token leaves behind (`per_token.kept`), times the tokens of each microbatch
 on the rank. Where backward is split, `deferred` lives on until the backward of the weights, and the gradient that a
 stage gets (`arriving`) is kept while all its activations still are; so is, where the loss is in chunks, the chunk of
 logits `at_work`. By how much the fullest moment of a step goes beyond that is peak.py's, which knows no loss in chunks,
-no frozen weights, and no gradients in another type than fp32. Left out: the masks of packed documents, the batch itself,
-what a kernel needs while it runs, what an allocator rounds up, and the process (interpreter, libraries, CUDA's context).
+no frozen weights, no sequence parallelism, and no gradients in another type than fp32. Left out: the masks of packed
+documents, the batch itself, what a kernel needs while it runs, what an allocator rounds up, and the process (interpreter,
+libraries, CUDA's context).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from ..facts import ModelFacts
-from ..per_token import arriving, at_work, deferred, kept, replayed
+from ..per_token import Here, arriving, at_work, deferred, kept, replayed
 from ..plan import Plan
 from ..precision import ELEMENT, WIDE
 from ..records import MemoryBill
@@ -51,54 +52,69 @@ def memory(plan: Plan, facts: ModelFacts) -> list[MemoryBill]:
     """One bill a rank."""
     sharding = shard(facts, plan)
     steps = _steps(plan, facts, sharding)
-    return [_bill(plan, sharding, rank, *steps[sharding.mesh.coordinate(rank)["pp"]]) for rank in range(plan.world)]
+    return [_bill(plan, sharding, rank, *steps[_alike(sharding, rank)]) for rank in range(plan.world)]
 
 
-def _steps(plan: Plan, facts: ModelFacts, sharding: Sharding) -> list[tuple[int, int | None]]:
-    """For each place on the pp axis: the most that is kept for backward, and by how much the fullest moment of a step
-    goes beyond it."""
+def _alike(sharding: Sharding, rank: int) -> tuple[int, int]:
+    """Ranks at one place of these axes compute the same, with tensors of the same shapes."""
+    return sharding.mesh.index(rank, "pp"), sharding.mesh.index(rank, "tp")
+
+
+def _steps(plan: Plan, facts: ModelFacts, sharding: Sharding) -> dict[tuple[int, int], tuple[int, int | None]]:
+    """The most that a rank keeps for backward, and by how much the fullest moment of a step goes beyond it."""
+    ranks = {_alike(sharding, rank): rank for rank in range(plan.world)}
     if not facts.heads:  # what the modules of a plain list keep is not known on paper
-        return [(0, None)] * plan.pp
+        return dict.fromkeys(ranks, (0, None))
     schedule = table(plan, facts)
+    # As the pipeline carries it out.
+    lowered = lower(replace(schedule, pairs=()))
+    found: dict[tuple[int, int, tuple[tuple[int, ...], ...]], tuple[int, int | None]] = {}
+    steps = {}
+    for (place, tp), rank in ranks.items():
+        here = Here(plan, facts, sharding, rank)
+        # Places of tp with the same shapes count once.
+        shapes = place, here.rows, tuple(here.shape(facts.by_name[one.name]) for one in sharding.at(place))
+        if shapes not in found:
+            found[shapes] = _step(here, schedule, lowered, place)
+        steps[place, tp] = found[shapes]
+    return steps
+
+
+def _step(here: Here, schedule: Schedule, lowered: Schedule, place: int) -> tuple[int, int | None]:
+    plan, sharding = here.plan, here.sharding
     tokens = [rows * plan.seq for rows in plan.microbatch_rows]
 
     @cache
     def rises(stage: int, m: int) -> peak.Rise:
-        return peak.rise(plan, facts, sharding, stage, tokens[m], splits=schedule.splits)
+        return peak.rise(here.at(stage), stage, tokens[m], splits=schedule.splits)
 
-    # As the pipeline carries it out.
-    lowered = lower(replace(schedule, pairs=()))
-    found: list[tuple[int, int | None]] = []
-    for place in range(plan.pp):
-        kept_ = _kept(plan, facts, sharding, schedule, place)
-        plain = all(one.first.trains for one in sharding.parameters) and plan.dp_method == "ddp"
-        if plan.chunks_loss or not plain or {plan.accumulates, plan.reduces} != {"fp32"}:
-            found.append((kept_, None))
-            continue
-        tied = [one for one in sharding.at(place) if one.first.owner == place and len(set(one.first.places)) > 1]
-        # The gradients of other stages' uses arrive when nothing else is there.
-        arrived = max((one.elements(sharding.mesh, sharding.mesh.rank(pp=place)) for one in tied), default=0)
-        most = max(peak.most(lowered, place, rises), arrived * ELEMENT[plan.accumulates])
-        found.append((kept_, max(0, most - kept_)))
-    return found
+    kept_ = _kept(here, schedule, place)
+    plain = all(one.first.trains for one in sharding.parameters) and plan.dp_method == "ddp" and not plan.sp
+    if plan.chunks_loss or not plain or {plan.accumulates, plan.reduces} != {"fp32"}:
+        return kept_, None
+    tied = [one for one in sharding.at(place) if one.first.owner == place and len(set(one.first.places)) > 1]
+    # The gradients of other stages' uses arrive when nothing else is there.
+    arrived = max((one.elements(sharding.mesh, here.rank) for one in tied), default=0)
+    most = max(peak.most(lowered, place, rises), arrived * ELEMENT[plan.accumulates])
+    return kept_, max(0, most - kept_)
 
 
-def _kept(plan: Plan, facts: ModelFacts, sharding: Sharding, schedule: Schedule, place: int) -> int:
-    stages = sharding.stages_at(place)
-    forward = {stage: kept(plan, facts, sharding, stage) for stage in stages}
-    later = {stage: deferred(plan, facts, sharding, stage) for stage in stages}
-    again = {stage: replayed(plan, facts, sharding, stage, splits=schedule.splits) for stage in stages}
+def _kept(here: Here, schedule: Schedule, place: int) -> int:
+    plan, stages = here.plan, here.sharding.stages_at(place)
+    forward = {stage: kept(here, stage) for stage in stages}
+    later = {stage: deferred(here, stage) for stage in stages}
+    again = {stage: replayed(here, stage, splits=schedule.splits) for stage in stages}
     tokens = [rows * plan.seq for rows in plan.microbatch_rows]
     # Whole, the loss of a microbatch is multiplied by one fp32 number. By the time that a block is computed again it is
     # gone, and so is the chunk at work where there are several.
     number = {stage: WIDE * (stage == plan.loss_stage and not plan.chunks_loss) for stage in stages}
-    return int(fullest(
+    return round(fullest(
         schedule, place, forward=lambda stage, m: forward[stage] * tokens[m] + number[stage],
         deferred=lambda stage, m: later[stage] * tokens[m],
         arriving=lambda stage, m: max(
-            arriving(plan, facts, stage) * tokens[m] if schedule.splits else 0,
+            arriving(here, stage) * tokens[m] if schedule.splits else 0,
             again[stage] * tokens[m] - number[stage],
-            at_work(plan, facts, stage) * plan.tokens_at_once(tokens[m])[0],
+            at_work(here, stage) * plan.tokens_at_once(tokens[m])[0],
         ),
     ))  # fmt: skip
 

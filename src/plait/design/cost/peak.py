@@ -25,12 +25,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..facts import ModelFacts, ParameterFact
-from ..per_token import block_bytes, blocks_of, deferred, in_attention, kept
-from ..plan import Plan, width_after
+from ..facts import ParameterFact
+from ..per_token import Here, block_bytes, blocks_of, deferred, in_attention, kept, without_recomputation
 from ..precision import ELEMENT, WIDE
 from ..schedule import AHEAD, BACKWARDS, SENT, Action, Kind, Schedule
-from ..sharding import Sharding
 from ..styles import STYLES
 
 SUMS = 16
@@ -54,84 +52,85 @@ class Rise:
     apart: bool
 
 
-def rise(plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int, tokens: int, *, splits: bool) -> Rise:
+def rise(here: Here, stage: int, tokens: int, *, splits: bool) -> Rise:
+    plan, facts = here.plan, here.facts
     item = ELEMENT[plan.compute]
-    used = [facts.by_name[held.name] for held in sharding.on_stage(stage)]
-    most = max((fact.elements // (plan.tp if fact.cut is not None else 1) for fact in used), default=0)
+    used = [facts.by_name[held.name] for held in here.sharding.on_stage(stage)]
+    most = max((here.elements(fact) for fact in used), default=0)
     return Rise(
-        kept=kept(plan, facts, sharding, stage) * tokens,
-        deferred=deferred(plan, facts, sharding, stage) * tokens if splits else 0,
-        forward=_forward(plan, facts, used, stage, tokens),
-        backward=_backward(plan, facts, sharding, used, stage, tokens, splits=splits),
+        kept=round(kept(here, stage) * tokens),
+        deferred=round(deferred(here, stage) * tokens) if splits else 0,
+        forward=_forward(here, used, stage, tokens),
+        backward=_backward(here, used, stage, tokens, splits=splits),
         weights=most * item if item < WIDE else 0,  # in fp32 products are added where they belong
-        message=width_after(plan, facts, stage) * item * tokens if stage < plan.loss_stage else 0,
+        message=here.gives(stage) * item * tokens if stage < plan.loss_stage else 0,
         # In fp32 it is what the first norm keeps.
         apart=not used or (item < WIDE and not (plan.recompute == "full" and plan.recomputes(used[0].block))),
     )
 
 
-def _forward(plan: Plan, facts: ModelFacts, used: list[ParameterFact], stage: int, tokens: int) -> int:
+def _forward(here: Here, used: list[ParameterFact], stage: int, tokens: int) -> int:
+    plan, facts = here.plan, here.facts
     item, hidden = ELEMENT[plan.compute], facts.hidden * ELEMENT[plan.compute]
     if stage == plan.loss_stage:
-        row = facts.vocabulary // plan.tp
+        row = here.rows
         logits = row * item if used else 0  # a stage that has nothing but the loss got them as a message
         return (logits + (row * WIDE if item < WIDE else 0) + SUMS) * tokens
     most, later = 2 * hidden, 0
     for block, ours in reversed(blocks_of(used)):
         if plan.recompute == "full" and plan.recomputes(block):
-            most = max(most, 3 * _inside(plan, ours)[0] * item + 2 * hidden - later)
-        later += block_bytes(plan, facts, ours, reached=True)
+            most = max(most, 3 * _inside(here, ours)[0] * item + 2 * hidden - later)
+        later += int(block_bytes(here, ours, reached=True))
     return most * tokens
 
 
-def _backward(
-    plan: Plan, facts: ModelFacts, sharding: Sharding, used: list[ParameterFact], stage: int, tokens: int, *, splits: bool
-) -> int:  # fmt: skip
+def _backward(here: Here, used: list[ParameterFact], stage: int, tokens: int, *, splits: bool) -> int:
     """Walks the blocks from the last to the first; `since` is what the backward is above what it began with."""
+    plan, facts = here.plan, here.facts
     item, hidden = ELEMENT[plan.compute], facts.hidden * ELEMENT[plan.compute] * tokens
     since = most = 0
 
     def gradient(fact: ParameterFact) -> int:
-        return fact.elements // (plan.tp if fact.cut is not None else 1) * item
+        return here.elements(fact) * item
 
-    row = facts.vocabulary // plan.tp * tokens
+    row = here.rows * tokens
     if stage == plan.loss_stage and item < WIDE:
         most = row * item
         since = row * (item - WIDE)  # the gradient of the logits in the place of their exponentials
     if stage == plan.stages - 1:
         most = max(most, since + hidden + (0 if splits else gradient(facts.head_weight)))
         since = hidden - (WIDE * row + 18 * tokens) * (stage == plan.loss_stage)
-    plain = plan.model_copy(update={"recompute": "none", "recompute_every": 1})
+    plain = without_recomputation(here)
     for block, ours in reversed(blocks_of(used)):
-        held = block_bytes(plan, facts, ours, reached=True) * tokens
+        held = int(block_bytes(here, ours, reached=True)) * tokens
         if block is None:
             looked_up = [fact for fact in ours if stage == 0 and not fact.after_blocks and len(fact.shape) == 2]
             most = max([most, *(since + gradient(fact) for fact in looked_up)])
         else:
-            wide, gated, widest = _inside(plan, ours)
+            wide, gated, widest = _inside(here, ours)
             inside = wide * item * tokens
             # Where backward is split what down read is owed to its weight, and the gradients before the gate to theirs.
             work = max(inside + (0 if splits else widest * item), inside * (1 + gated + splits))
             work = max(work, NORM * WIDE * facts.hidden * tokens - inside * (1 if splits else 2 + 2 * gated))
             if plan.recompute == "full" and plan.recomputes(block):
                 # What the block gave is there again; in fp32 what its norm reads is what was kept.
-                work += block_bytes(plain, facts, ours, reached=True) * tokens - (held if item == WIDE else 0) + hidden
+                work += int(block_bytes(plain, ours, reached=True)) * tokens - (held if item == WIDE else 0) + hidden
             most = max(most, since + work)
         since -= held
         if splits:
-            since += deferred(plan, facts, sharding, stage, ours) * tokens
+            since += int(deferred(here, stage, ours)) * tokens
     return most
 
 
-def _inside(plan: Plan, ours: list[ParameterFact]) -> tuple[int, bool, int]:
+def _inside(here: Here, ours: list[ParameterFact]) -> tuple[int, bool, int]:
     """Of a block: elements a token of what the MLP's last matrix reads, whether a gate multiplies there, and elements of
     the largest matrix."""
     matrices = [fact for fact in ours if len(fact.shape) == 2 and fact.style in STYLES and fact.cut is not None]
     rest = [fact for fact in matrices if not in_attention(fact)]
-    wide = max((fact.shape[fact.cut or 0] for fact in rest if STYLES[fact.style or ""].cuts == "in"), default=0)
-    out = sum(fact.shape[fact.cut or 0] for fact in rest if STYLES[fact.style or ""].cuts == "out")
-    largest = max((fact.elements for fact in matrices), default=0)
-    return wide // plan.tp, out == 2 * wide > 0, largest // plan.tp
+    wide = max((here.shape(fact)[fact.cut or 0] for fact in rest if STYLES[fact.style or ""].cuts == "in"), default=0)
+    out = sum(here.shape(fact)[fact.cut or 0] for fact in rest if STYLES[fact.style or ""].cuts == "out")
+    largest = max((here.elements(fact) for fact in matrices), default=0)
+    return wide, out == 2 * wide > 0, largest
 
 
 def most(schedule: Schedule, place: int, rises: Callable[[int, int], Rise]) -> int:

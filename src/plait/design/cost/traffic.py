@@ -18,13 +18,14 @@ microbatches, e bytes of an element of compute.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
 from ..facts import ModelFacts
 from ..per_token import in_attention
-from ..plan import Plan, width_after
+from ..plan import Plan, shape_after, stage_blocks
 from ..precision import ELEMENT, WIDE
 from ..records import WORLD, Traffic
 from ..schedule import Schedule
@@ -62,6 +63,8 @@ def _tensor(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, comput
     # All of a step's, over its microbatches.
     tokens = sum(plan.microbatch_rows) * plan.seq
     whole = tokens * facts.hidden * compute
+    if plan.sp:
+        yield from _sequence(plan, facts, sharding, rank, compute)
     # A stage reads its inputs and writes its outputs by itself, also where another is on the same rank.
     inputs = outputs = experts = 0
     for stage in sharding.stages_at(place):
@@ -71,6 +74,9 @@ def _tensor(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, comput
             if name is None:
                 continue
             row = style(name, module)
+            if plan.sp and facts.block_of[module] is not None:
+                experts += reached and row.cuts == "both"
+                continue
             if row.enter == "copy" and reached:
                 read.add(reads)  # q, k and v read one input: its gradient is summed once
             again = reached and _recomputed(plan, facts, module)
@@ -86,22 +92,77 @@ def _tensor(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, comput
     yield from sums("row-parallel output", outputs, whole)
     yield from sums("column-parallel input gradient", inputs, whole)
     yield from sums("routing weights' gradient", experts, tokens * facts.experts_per_token * loss)
+    yield from _copies(plan, sharding, rank, compute)
     if plan.placement[-1] == place and facts.head_weight.cut is not None:
         calls = sum(len(plan.tokens_at_once(rows * plan.seq)) for rows in plan.microbatch_rows)
         for why, numbers in (("loss: maximum", tokens), ("loss: sums", 2 * tokens)):
             yield Traffic(rank, "tp", why, "all_reduce", plan.tp, calls, numbers * loss)
 
 
+def _sequence(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, compute: int) -> Iterator[Traffic]:
+    """With sp, of each branch of a block: its input gathered and its output scattered in the sum, forward; backward the
+    same the other way round, and what the branch read gathered once more for the gradients of its weights. On the first
+    stage the gradient of what comes before the blocks is gathered, on the last what comes out of them."""
+    calls: dict[tuple[str, str], int] = defaultdict(int)
+
+    def count(why: str, operation: str, times: int) -> None:
+        calls[why, operation] += times
+
+    for stage in sharding.stages_at(plan.mesh.index(rank, "pp")):
+        if stage >= plan.stages:
+            continue
+        start, stop = stage_blocks(plan, facts)[stage]
+        for block in range(start, stop):
+            reached = sharding.reaches(stage, block)
+            for branch in facts.branches[block]:
+                inside = [fact for fact in facts.parameters if fact.branch == branch]
+                times = 1 + (reached and any(_recomputed(plan, facts, fact.module) for fact in inside))
+                count("own tokens to whole rows", "all_gather", times)
+                count("partial sums to own tokens", "reduce_scatter", times)
+                count("gradient of partial sums", "all_gather", reached)
+                count("gradient of whole rows", "reduce_scatter", reached)
+                by_columns = [f for f in inside if f.style is not None and style(f.style, f.module).cuts == "out"]
+                learns = any(plan.trains(fact) and fact.tensor == "weight" for fact in by_columns)
+                count("whole rows for weight gradients", "all_gather", reached and learns)
+        if stage == 0:
+            count("gradient of own tokens", "all_gather", sharding.reaches(0, 0))
+        if stage == plan.stages - 1:
+            again = plan.recompute == "full" and plan.recomputes(facts.blocks - 1)
+            again = again and sharding.reaches(stage, facts.blocks - 1)
+            count("own tokens out of the blocks", "all_gather", 1 + again)
+    longest = max(plan.tokens_at(plan.seq)) * plan.tp
+    payload = sum(plan.microbatch_rows) * longest * facts.hidden * compute
+    for (why, operation), times in calls.items():
+        if times:
+            yield Traffic(rank, "tp", why, operation, plan.tp, times * plan.microbatches, times * payload)
+
+
+def _copies(plan: Plan, sharding: Sharding, rank: int, compute: int) -> Iterator[Traffic]:
+    """Gradients of keys and values in fused tensors, of which several ranks have copies."""
+    calls: dict[tuple[str, ...], list[int]] = {}
+    for one in sharding.trained_at(plan.mesh.index(rank, "pp")):
+        axes, spans = one.summed_early(plan.mesh, rank)
+        if spans:
+            long = sum(stop - start for start, stop in one.spans(plan.mesh, rank))
+            shared = sum(stop - start for start, stop in spans)
+            calls.setdefault(axes, []).append(one.elements(plan.mesh, rank) // long * shared * compute)
+    for axes, payloads in calls.items():
+        m, why = plan.microbatches, "gradient of shared keys and values"
+        ranks = plan.mesh.degree(*axes)
+        yield Traffic(rank, ".".join(axes), why, "all_reduce", ranks, m * len(payloads), m * sum(payloads))
+
+
 def _pipeline(plan: Plan, facts: ModelFacts, rank: int, compute: int) -> Iterator[Traffic]:
     """A message for each boundary of two stages that are not on one rank, and each microbatch."""
-    place, placement = plan.mesh.coordinate(rank)["pp"], plan.placement
-    tokens = sum(plan.microbatch_rows) * plan.seq
+    place, tp, placement = plan.mesh.index(rank, "pp"), plan.mesh.index(rank, "tp"), plan.placement
+    sizes = plan.microbatch_rows
     ahead = [stage for stage, (here, there) in enumerate(pairwise(placement)) if here == place != there]
     behind = [stage for stage, (here, there) in enumerate(pairwise(placement)) if there == place != here]
     for boundaries, send, receive in ((ahead, "activation", "gradient"), (behind, "gradient", "activation")):
         if boundaries:
             calls = plan.microbatches * len(boundaries)
-            payload = tokens * sum(width_after(plan, facts, stage) for stage in boundaries) * compute
+            shapes = (shape_after(plan, facts, b, rows=rows, seq=plan.seq, tp=tp) for b in boundaries for rows in sizes)
+            payload = sum(map(math.prod, shapes)) * compute
             yield Traffic(rank, "pp", send, "send", plan.pp, calls, payload)
             yield Traffic(rank, "pp", receive, "receive", plan.pp, calls, payload)
 
@@ -160,7 +221,7 @@ def _data(
         yield from _shares(plan, sharding, schedule, rank, compute, reduce)
     calls: dict[tuple[str, ...], list[int]] = {}
     for bucket in buckets(parameters, mesh, rank, plan.bucket_bytes, reduce) if not sharding.zero else ():
-        calls.setdefault(bucket[0].first.summed_over, []).append(sum(p.elements(mesh, rank) for p in bucket) * reduce)
+        calls.setdefault(bucket[0].summed_over, []).append(sum(p.elements(mesh, rank) for p in bucket) * reduce)
     for axes, payloads in calls.items():
         ranks = mesh.degree(*axes)
         if ranks > 1:

@@ -6,10 +6,11 @@ All work in place on contiguous tensors and return a `Handle`, to be waited for 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .board import Board, Channel, Mark
@@ -115,6 +116,44 @@ def all_gather(x: Tensor, group: Group, *, why: str) -> Tensor:
     Handle(group.transport.all_gather(gathered, x.contiguous()), x, place).wait()
     group.ledger.waited(group.axis, why, since)
     return gathered
+
+
+def all_gather_slices(x: Tensor, group: Group, sizes: Sequence[int], *, why: str) -> Tensor:
+    """[..., sizes[i]] on each rank -> [..., sum of sizes] on all. Shorter slices travel as long as the longest."""
+    if group.transport is None:
+        return x
+    longest = max(sizes)
+    padded = x if x.shape[-1] == longest else F.pad(x, (0, longest - x.shape[-1]))
+    slices = all_gather(padded, group, why=why).unbind(0)
+    return torch.cat([one.narrow(-1, 0, size) for one, size in zip(slices, sizes, strict=True)], dim=-1)
+
+
+def gather_tokens(x: Tensor, group: Group, sizes: Sequence[int], *, why: str) -> Tensor:
+    """[b, sizes[i], ...] on each rank -> [b, sum of sizes, ...] on all. Shorter ones travel as long as the longest."""
+    longest = max(sizes)
+    padded = x if x.shape[1] == longest else F.pad(x, (0, 0, 0, longest - x.shape[1]))
+    gathered = all_gather(padded, group, why=why)
+    if sum(sizes) == longest * len(sizes):
+        return gathered.transpose(0, 1).flatten(1, 2)
+    return torch.cat([one.narrow(1, 0, size) for one, size in zip(gathered, sizes, strict=True)], dim=1)
+
+
+def scatter_tokens(x: Tensor, group: Group, sizes: Sequence[int], *, why: str) -> Tensor:
+    """The sum of everyone's [b, sum of sizes, ...] -> of it [b, sizes[i], ...] on each rank."""
+    longest = max(sizes)
+    if sum(sizes) == longest * len(sizes):
+        pieces = x.unflatten(1, (len(sizes), longest)).transpose(0, 1).contiguous()
+    else:
+        pieces = x.new_zeros((len(sizes), x.shape[0], longest, *x.shape[2:]))
+        for piece, own in zip(pieces, x.split(list(sizes), 1), strict=True):
+            piece.narrow(1, 0, own.shape[1]).copy_(own)
+    assert group.transport is not None
+    place, since = _note(pieces, group, "reduce_scatter", why, pieces.nbytes), group.ledger.now()
+    share = torch.empty_like(pieces[0])
+    work = group.transport.reduce_scatter(pieces.view(-1), share.view(-1), torch.empty_like(pieces).view(-1), False)
+    Handle(work, pieces, place).wait()
+    group.ledger.waited(group.axis, why, since)
+    return share.narrow(1, 0, sizes[group.index])
 
 
 def gather_shares(whole: Tensor, share: Tensor, group: Group, *, why: str) -> Handle:

@@ -3,19 +3,26 @@
     copy     forward identity         backward sum          into a layer whose output dim is cut   (Megatron's f)
     sum      forward sum              backward identity     out of a layer whose input dim is cut  (Megatron's g)
     gather   forward gather last dim  backward own slice    out of a layer whose output is wanted whole
+    scatter  forward sum to own tokens    backward gather              out of a branch, with sp
+    join     forward gather of tokens     backward sum to own tokens   into a branch, with sp
+    take     forward own tokens           backward gather              into the first block
+    give     forward gather of tokens     backward own tokens          out of the last block
+    copies   forward identity         backward sum of some  a weight of which ranks have copies of a part
 
 Shoeybi et al., "Megatron-LM", 2019, section 3.
 """
 
 from __future__ import annotations
 
+import builtins
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .collectives import all_gather, all_reduced
+from .collectives import all_gather_slices, all_reduced, gather_tokens, scatter_tokens
 from .world import Group
 
 
@@ -42,13 +49,110 @@ class _Sum(Function):
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, why: str) -> Tensor:
-        ctx.index, ctx.width = group.index, x.shape[-1]
-        return torch.cat(all_gather(x, group, why=why).unbind(0), dim=-1)
+    def forward(ctx: Any, x: Tensor, group: Group, sizes: Sequence[int], why: str) -> Tensor:
+        ctx.start, ctx.width = builtins.sum(sizes[: group.index]), sizes[group.index]
+        return all_gather_slices(x, group, sizes, why=why)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].narrow(-1, ctx.index * ctx.width, ctx.width), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0].narrow(-1, ctx.start, ctx.width), None, None, None
+
+
+class _Copies(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, spans: Sequence[tuple[int, int]], why: str) -> Tensor:
+        ctx.group, ctx.dim, ctx.spans, ctx.why = group, dim, spans, why
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        whole = grads[0].clone()
+        slices = [whole.narrow(ctx.dim, start, stop - start) for start, stop in ctx.spans]
+        summed = all_reduced(torch.cat(slices, ctx.dim), ctx.group, why=ctx.why)
+        for mine, found in zip(slices, summed.split([one.shape[ctx.dim] for one in slices], ctx.dim), strict=True):
+            mine.copy_(found)
+        return whole, None, None, None, None
+
+
+class _Scatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, sizes: Sequence[int], why: str, back: str) -> Tensor:
+        ctx.group, ctx.sizes, ctx.why = group, sizes, back
+        return scatter_tokens(x, group, sizes, why=why)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return gather_tokens(grads[0], ctx.group, ctx.sizes, why=ctx.why), None, None, None, None
+
+
+class _Join(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, sizes: Sequence[int], why: str, back: str) -> Tensor:
+        ctx.group, ctx.sizes, ctx.why = group, sizes, back
+        return gather_tokens(x, group, sizes, why=why)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return scatter_tokens(grads[0], ctx.group, ctx.sizes, why=ctx.why), None, None, None, None
+
+
+class _Take(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, sizes: Sequence[int], why: str) -> Tensor:
+        ctx.group, ctx.sizes, ctx.why = group, sizes, why
+        own: Tensor = x.split(list(sizes), 1)[group.index]
+        return own.contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return gather_tokens(grads[0], ctx.group, ctx.sizes, why=ctx.why), None, None, None
+
+
+class _Give(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, sizes: Sequence[int], why: str) -> Tensor:
+        ctx.index, ctx.sizes = group.index, sizes
+        return gather_tokens(x, group, sizes, why=why)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0].split(list(ctx.sizes), 1)[ctx.index], None, None, None
+
+
+class _Once(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.counts = group.index == 0
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] if ctx.counts else torch.zeros_like(grads[0]), None
+
+
+def scatter(x: Tensor, group: Group, sizes: Sequence[int], *, why: str, back: str) -> Tensor:
+    """Partial sums [b, s, h] become the own tokens of the sum, [b, sizes[i], h]."""
+    return _Scatter.apply(x, group, sizes, why, back)  # type: ignore[no-any-return]
+
+
+def join(x: Tensor, group: Group, sizes: Sequence[int], *, why: str, back: str) -> Tensor:
+    """Own tokens become whole rows, of which each rank makes a part of what follows: gradients are summed."""
+    return _Join.apply(x, group, sizes, why, back)  # type: ignore[no-any-return]
+
+
+def take(x: Tensor, group: Group, sizes: Sequence[int], *, why: str) -> Tensor:
+    """Of whole rows, the same on every rank, the own tokens."""
+    return _Take.apply(x, group, sizes, why)  # type: ignore[no-any-return]
+
+
+def give(x: Tensor, group: Group, sizes: Sequence[int], *, why: str) -> Tensor:
+    """Own tokens become whole rows, with which every rank does the same."""
+    return _Give.apply(x, group, sizes, why)  # type: ignore[no-any-return]
+
+
+def once(x: Tensor, group: Group) -> Tensor:
+    """What every rank does the same with, where gradients will be summed: that of the first counts."""
+    return _Once.apply(x, group)  # type: ignore[no-any-return]
 
 
 def copy(x: Tensor, group: Group, *, why: str) -> Tensor:
@@ -61,7 +165,12 @@ def sum(x: Tensor, group: Group, *, why: str) -> Tensor:
     return x if group.transport is None else _Sum.apply(x, group, why)
 
 
-def gather(x: Tensor, group: Group, *, why: str) -> Tensor:
-    """Equal slices of the last dim become the whole on every rank. What follows must be the same on all ranks: each
-    keeps its own slice of the gradient."""
-    return x if group.transport is None else _Gather.apply(x, group, why)
+def gather(x: Tensor, group: Group, sizes: Sequence[int], *, why: str) -> Tensor:
+    """Slices of the last dim, so long on each rank, become the whole on every rank. What follows must be the same on all
+    ranks: each keeps its own slice of the gradient."""
+    return x if group.transport is None else _Gather.apply(x, group, sizes, why)
+
+
+def copies(x: Tensor, group: Group, dim: int, spans: Sequence[tuple[int, int]], *, why: str) -> Tensor:
+    """Of a weight of which ranks have copies of some `spans` of a dim: the gradients of the copies are summed."""
+    return x if group.transport is None else _Copies.apply(x, group, dim, spans, why)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ...design.errors import PlanError
-from ...design.mesh import ATOMS, Mesh
+from ...design.mesh import Mesh
 from ...design.plan import LocalTransport, Plan
 from ...design.records import WORLD
 from . import address
@@ -260,11 +260,8 @@ class World:
         return Distributed(handle, ranks)
 
     def group(self, *axes: str) -> Group:
-        """The ranks that differ from this one on `axes` (or atoms of dp) only. One over several axes, or over an atom, is
+        """The ranks that differ from this one on `axes` (or factors of axes) only. One over several, or over a factor, is
         made when it is first asked for, by all of its ranks."""
-        unknown = [axis for axis in axes if axis not in (*self.mesh.names, *ATOMS)]
-        if unknown:
-            raise ValueError(f"this world has no axis {unknown}, only {self.mesh.names}")
         if axes not in self._groups:
             self._groups[axes] = self._made(axes)
         return self._groups[axes]

@@ -32,11 +32,13 @@ class Dropping(TorchFunctionMode):
         self._seed = seed
         self._step = 0
         self._samples: list[int] = []
+        self._own: tuple[int, int, int] | None = None
         self._block, self._call = -1, 0
 
-    def at(self, step: int, samples: Tensor) -> None:
-        """A microbatch of these samples begins, before its first block (block -1)."""
-        self._step, self._samples = step, samples.tolist()
+    def at(self, step: int, samples: Tensor, own: tuple[int, int, int] | None = None) -> None:
+        """A microbatch of these samples begins, before its first block (block -1). `own` (start, stop, of) says which of
+        a row's tokens blocks have between their branches, where that is not all."""
+        self._step, self._samples, self._own = step, samples.tolist(), own
         self.block(-1)
 
     @property
@@ -52,15 +54,17 @@ class Dropping(TorchFunctionMode):
 
     def draw(self, x: Tensor, p: float, heads: tuple[int, int, int] | None = None) -> Tensor:
         """x [b, ...] with shares of it dropped. `heads` (start, stop, of) says which of the row's heads dim 1 holds."""
-        whole = list(x.shape[1:])
-        if heads is not None:
-            whole[0] = heads[2]
+        whole, own = list(x.shape[1:]), heads
+        if heads is None and self._own is not None and whole[0] == self._own[1] - self._own[0]:
+            own = self._own
+        if own is not None:
+            whole[0] = own[2]
         keep = []
         for sample in self._samples[: x.shape[0]]:
             key = f"{self._seed}/{self._step}/{sample}/{self._block}/{self._call}".encode()
             number = int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1
             row = torch.rand(whole, generator=torch.Generator().manual_seed(number), dtype=torch.float32) >= p
-            keep.append(row if heads is None else row[heads[0] : heads[1]])
+            keep.append(row if own is None else row[own[0] : own[1]])
         self._call += 1
         return x * torch.stack(keep).to(x.device) / (1 - p)
 

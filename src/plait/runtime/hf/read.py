@@ -37,6 +37,9 @@ from .tensor_plan import cut_dim, kv_heads, pieces, tensor_plan
 
 FAMILIES = ("gemma2", "gemma3_text", "gpt2", "llama", "mistral", "mixtral", "phi3", "qwen3")
 """Families that plait has proven. Others come with the checks that prove them."""
+ON_OWN_TOKENS = FAMILIES
+"""Those whose blocks may have some tokens of every row each: nothing in them looks from one token to others, or at how
+many there are, but attention and MLP."""
 
 BLOCK_LISTS = ("layers", "h", "blocks", "block", "layer")
 TOKENIZER = "tokenizer.json"
@@ -365,6 +368,9 @@ def _facts(config: Any) -> ModelFacts:
         experts_per_token=int(getattr(config, "num_experts_per_tok", 0) or 0),
         attention_dropout=attention_dropout(config),
         whole_logits=_whole_logits(model, blocks),
+        whole_rows=""
+        if config.model_type in ON_OWN_TOKENS
+        else f"blocks of {config.model_type} are not proven with it",
     )
 
 

@@ -23,8 +23,6 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ...design.layout import balanced
-from ...design.mesh import Mesh
 from ...design.sharding import Sharding
 from ..batch import Batch
 from .after_head import AfterHead, after_head
@@ -105,20 +103,21 @@ def transposed(module: nn.Module) -> bool | None:
 class StageModel:
     """What a stage computes on `rank`: `forward(batch, received)` gives the hidden state for the next stage, or
     logits; where the forward `stops` at its head, what the head would read. `attention` is the plan's: plait's, or the
-    model's own."""
+    model's own. `own` says which of so many tokens of a row blocks have between their branches: (start, stop, of), or
+    None for all."""
 
     def __init__(
         self, model: Model, sharding: Sharding, rank: int, stage: int, dtype: torch.dtype, *, seed: int,
         attention: str = PLAIT, stops: bool = False,
+        own: Callable[[int], tuple[int, int, int] | None] = lambda seq: None,
     ) -> None:  # fmt: skip
-        mesh = sharding.mesh
         self.module = build_on_meta(model.config, attention=attention)
-        self._weights = model.weights
+        self._weights, self._own = model.weights, own
         self.dtype = dtype
         self.step = 0
         """Of the run: what dropout is keyed by, beside the samples."""
         self._tied = find_tied(self.module)
-        _localise(self.module, model, mesh, rank)
+        _localise(self.module, model, sharding, rank)
         self._sight = Sight() if attention == PLAIT else None
         if self._sight is not None:
             self._sight.attach(self.module)
@@ -205,10 +204,12 @@ class StageModel:
         """While it is entered, modules see `batch` as they saw it at `mark`."""
         if self._sight is not None:
             self._sight.look_at(batch)
+        at_hand, self.at_hand = self.at_hand, batch
         with self._drops(batch):
             if self._dropping is not None:
                 self._dropping.resume(mark)
             yield
+        self.at_hand = at_hand
 
     def _drops(self, batch: Batch) -> AbstractContextManager[object]:
         """Dropout of this microbatch, where the model has any and is in training."""
@@ -216,26 +217,27 @@ class StageModel:
             return nullcontext()
         # Samples and evaluation take no gradients, and drop nothing.
         self.module.train(torch.is_grad_enabled())
-        self._dropping.at(self.step, batch.sample_ids)
+        self._dropping.at(self.step, batch.sample_ids, self._own(batch.tokens.shape[1]))
         return self._dropping
 
 
-def _localise(module: Any, model: Model, mesh: Mesh, rank: int) -> None:
+def _localise(module: Any, model: Model, sharding: Sharding, rank: int) -> None:
     """Tells the attention instances that count their heads how many are here (the config is everybody's and stays)."""
-    tp, place = mesh.degree("tp"), mesh.coordinate(rank)["tp"]
-    if tp == 1:
+    if sharding.mesh.degree("tp") == 1:
         return
     plan = tensor_plan(module, model.config)
-    heads = model.facts.heads
+    heads, groups = sharding.heads
+    (start, stop), (first, last) = sharding.own_heads(rank)
     for name, found in module.named_modules():
         if hasattr(found, "plait_sight") or hasattr(found, "scaling"):
-            groups = model.facts.kv_heads
-            start, stop = (edge * heads // groups for edge in balanced(groups, tp, place))
             found.plait_heads = (start, stop, heads)
+            if hasattr(found, "num_key_value_groups"):
+                found.num_key_value_groups = (stop - start) // (last - first)
         local = plan.local_to(name)
         if any(attribute.startswith("config.") for attribute in local):
             found.config = copy.copy(found.config)
         for attribute in local:
             holder = found.config if attribute.startswith("config.") else found
             counted = attribute.removeprefix("config.")
-            setattr(holder, counted, getattr(holder, counted) // tp)
+            here, whole = (last - first, groups) if "key_value" in counted else (stop - start, heads)
+            setattr(holder, counted, getattr(holder, counted) * here // whole)

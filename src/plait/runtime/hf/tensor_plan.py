@@ -89,6 +89,13 @@ def pieces(
     plan: TensorPlan, module_name: str, module: nn.Module, parent: nn.Module, tensor: Tensor, dim: int | None, config: Any
 ) -> tuple[Piece, ...]:  # fmt: skip
     """What the cut dim is made of. In attention a KV head stays together with the query heads that read it."""
+
+    def piece(name: str, length: int) -> Piece:
+        if not groups:
+            return Piece(name, length)
+        width: int = parent.head_dim  # type: ignore[assignment]
+        return Piece(name, length, length // groups, min(width, length // groups))
+
     if dim is None:
         return (Piece("", tensor.shape[0] if tensor.dim() else 1),)
     groups = kv_heads(config) if hasattr(parent, "head_dim") else None
@@ -96,12 +103,12 @@ def pieces(
     names = plan.pieces_of(module_name)
     on_output_side = tensor.dim() == 1 or dim == (1 if type(module).__name__ == "Conv1D" else tensor.dim() - 2)
     if names is None or not on_output_side:
-        return (Piece("", length, length // groups if groups else 1),)
+        return (piece("", length),)
     lengths = [length // len(names)] * len(names)
     if names == ["q", "k", "v"]:
         one = length // (config.num_attention_heads + 2 * kv_heads(config))
         lengths = [config.num_attention_heads * one, kv_heads(config) * one, kv_heads(config) * one]
-    return tuple(Piece(name, size, size // groups if groups else 1) for name, size in zip(names, lengths, strict=True))
+    return tuple(piece(name, size) for name, size in zip(names, lengths, strict=True))
 
 
 def kv_heads(config: Any) -> int:

@@ -42,7 +42,7 @@ class Buckets:
         self._names = [[held.name for held in bucket] for bucket in buckets]
         self._buffers: list[Tensor] = []
         self._stages, self._summed = list(stages), summed
-        self._groups = [groups[bucket[0].first.summed_over] for bucket in buckets]
+        self._groups = [groups[bucket[0].summed_over] for bucket in buckets]
         self._sizes = [sum(parts.get(held.name, 1) for held in bucket) for bucket in buckets]
         self._bucket_of: dict[nn.Parameter, int] = {}
         self._views: list[dict[nn.Parameter, Tensor]] = []

@@ -81,17 +81,18 @@ RECEIVES = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
 
 
 class Pipeline:
-    """One rank's part in a schedule; `stages` are those of this rank, by number. What stage n gives to the next is
-    [b, s, width(n)] of `dtype`."""
+    """One rank's part in a schedule; `stages` are those of this rank, by number. What stage n gives to the next
+    has the `shape(n, b, s)` and is of `dtype`."""
 
     def __init__(
-        self, schedule: Schedule, stages: Mapping[int, Stage], group: Group, *, width: Callable[[int], int],
-        dtype: torch.dtype, device: torch.device, clock: Clock, sink: GradSink,
+        self, schedule: Schedule, stages: Mapping[int, Stage], group: Group, *,
+        shape: Callable[[int, int, int], Sequence[int]], dtype: torch.dtype, device: torch.device, clock: Clock,
+        sink: GradSink,
     ) -> None:  # fmt: skip
         self.schedule = schedule
         self._row = schedule.rows[group.index]
         self._stages, self._group, self.clock, self._sink = stages, group, clock, sink
-        self._width, self._dtype, self._device = width, dtype, device
+        self._shape, self._dtype, self._device = shape, dtype, device
         self._receives = [action for action in self._row if action.kind in RECEIVES]
         self._ahead = AHEAD if collectives.by_tag(group) else 0
         self._trains = any(action.kind in BACKWARDS for action in self._row)
@@ -220,7 +221,7 @@ class Pipeline:
     def _receive(self, stage: int, boundary: int, source: int | None, m: int, why: str) -> Tensor:
         assert source is not None
         batch = self._microbatches[m]
-        space = torch.empty((*batch.tokens.shape, self._width(boundary)), dtype=self._dtype, device=self._device)
+        space = torch.empty(self._shape(boundary, *batch.tokens.shape), dtype=self._dtype, device=self._device)
         rank, tag = self.schedule.rank_of(source), self._tag(why, boundary, m)
         self._arriving[why, stage, m] = collectives.receive(space, rank, self._group, why=why, tag=tag)
         return space

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,16 +21,26 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 
+class Rows(Protocol):
+    """What a layer read, of which a part is kept: `own`. `whole` is asked for once a reader."""
+
+    own: Tensor
+    readers: int
+
+    def whole(self) -> Tensor: ...
+
+
 @dataclass
 class Product:
-    """A gradient that is owed: of the weight [out, in] (or its transpose) and the bias. `notes` live as long as x and dy
-    are kept for it."""
+    """A gradient that is owed: of the weight [out, in] (or its transpose) and the bias. x may be a part of the `rows`
+    that were read. `notes` live as long as x and dy are kept for it."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     transposed: bool
     x: Tensor
     dy: Tensor
+    rows: Rows | None
     notes: tuple[object, object]
 
 
@@ -39,18 +49,19 @@ class _Linear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, anchor: Tensor, weight: Tensor, bias: Tensor | None, owe: Callable[[Tensor, Tensor], None]
-    ) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx: Any, x: Tensor, anchor: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor,
+        owe: Callable[[Tensor, Tensor], None],
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(kept)
         ctx.weight, ctx.owe, ctx.wanted = weight, owe, x.requires_grad
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        (x,) = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+        (kept,) = ctx.saved_tensors
         # Without its place in the graph, which would keep what the whole stage read, and its gradient.
-        ctx.owe(x.detach(), grads[0])
-        return (grads[0] @ ctx.weight if ctx.wanted else None), None, None, None, None
+        ctx.owe(kept.detach(), grads[0])
+        return (grads[0] @ ctx.weight if ctx.wanted else None), None, None, None, None, None
 
 
 class WeightGradients:
@@ -79,17 +90,25 @@ class WeightGradients:
 
         module.forward = forward
 
-    def linear(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool) -> Tensor:
-        """x Wᵀ + b (x W + b when `transposed`), whose weight's and bias's gradients are put off."""
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool, rows: Rows | None = None
+    ) -> Tensor:  # fmt: skip
+        """x Wᵀ + b (x W + b when `transposed`), whose weight's and bias's gradients are put off. Where x is made of
+        `rows`, their part is kept."""
         used = weight.t() if transposed else weight
         if not torch.is_grad_enabled() or not weight.requires_grad:  # what is frozen is owed nothing
             return F.linear(x, used, bias)
+        assert isinstance(weight, nn.Parameter)
+        assert bias is None or isinstance(bias, nn.Parameter)
 
         def owe(x: Tensor, dy: Tensor) -> None:
-            self._owed.append(Product(weight, bias, transposed, x, dy, (self.note(x), self.note(dy))))
+            self._owed.append(Product(weight, bias, transposed, x, dy, rows, (self.note(x), self.note(dy))))
 
+        kept = x
+        if rows is not None:
+            kept, rows.readers = rows.own, rows.readers + 1
         y: Tensor = _Linear.apply(
-            x, self._anchor.to(x.device), used.detach(), None if bias is None else bias.detach(), owe
+            x, self._anchor.to(x.device), used.detach(), None if bias is None else bias.detach(), kept, owe
         )
         return y
 
@@ -104,7 +123,8 @@ class WeightGradients:
         products = self._later.pop(microbatch)
         last = {parameter: product for product in products for parameter in (product.weight, product.bias)}
         for product in products:
-            x, dy = product.x.flatten(0, -2), product.dy.flatten(0, -2)
+            x = product.x if product.rows is None else product.rows.whole()
+            x, dy = x.flatten(0, -2), product.dy.flatten(0, -2)
             if product.weight.requires_grad:
                 _add_product(self._open(product.weight), *((x, dy) if product.transposed else (dy, x)))
             if product.bias is not None and product.bias.requires_grad:

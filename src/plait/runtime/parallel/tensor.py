@@ -12,7 +12,7 @@ cut is design/styles.py's; which slice is design/layout.py's. Shoeybi et al., "M
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch.nn.functional as F
@@ -23,15 +23,16 @@ from ..comm import differentiable
 from ..comm.world import Group
 
 Forward = Callable[[Tensor], Tensor]
+Change = Callable[[Tensor], Tensor]
 
 
 class Multiply(Protocol):
     """x Wᵀ + b, or x W + b when `transposed`."""
 
-    def __call__(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool) -> Tensor: ...
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor: ...
 
 
-def product(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool) -> Tensor:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
     """What autograd knows."""
     return F.linear(x, weight.t() if transposed else weight, bias)
 
@@ -58,43 +59,66 @@ class SharedInput:
 
 
 def split(
-    module: nn.Module, row: Style, group: Group, shared: SharedInput, *, start: int, gather: bool, transposed: bool,
-    multiply: Multiply,
+    module: nn.Module, row: Style, group: Group, *, enter: Change, add: Change | None, start: int,
+    sizes: Sequence[int] | None, transposed: bool, multiply: Multiply,
+    copies: Callable[[nn.Parameter], Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Replaces the forward of `module`, whose parameters are (or will be) this rank's slices. `start` is the first row of
-    an embedding's slice; `gather` whether a style that gathers its output does so here; `transposed` whether the weight
-    is [in, out]; `multiply` what a linear layer multiplies by (split_backward.py's, or `product`)."""
+    """Replaces the forward of `module`, whose parameters are (or will be) this rank's slices. `enter` is done to what a
+    style copies in (SharedInput), `add` to partial sums (None: they are summed over tp); `start` is the first row of an
+    embedding's slice; `sizes` how long each rank's slice of the output is where the style gathers it (None: it stays
+    cut); `transposed` whether the weight is [in, out]; `multiply` what a linear layer multiplies by (split_backward.py's,
+    or `product`); `copies`, where other ranks have copies of parts of a fused weight, sees to it that those get the sum
+    of their gradients."""
+
+    def summed(x: Tensor) -> Tensor:
+        return differentiable.sum(x, group, why="row-parallel output")
+
     forward: Callable[..., Tensor]
     if isinstance(module, nn.Embedding):
-        forward = _embedding(module, group, start)
+        forward = _embedding(module, summed, start)
     elif row.cuts == "both":
-        forward = _experts(module, group, shared)
+        forward = _experts(module, group, enter, add or summed)
     else:
-        forward = _linear(module, row, group, shared, gather, transposed, multiply)
+        forward = _linear(module, row, group, enter, add or summed, sizes, transposed, multiply, copies or _weight)
     module.forward = forward
 
 
+def sum_copies(parameter: nn.Parameter, *, group: Group, spans: Sequence[tuple[int, int]], transposed: bool) -> Tensor:
+    """A fused weight, or its bias, of which the ranks of a group have copies of some spans of the output dim."""
+    dim = parameter.dim() - 1 if transposed else 0
+    return differentiable.copies(parameter, group, dim, spans, why="gradient of shared keys and values")
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _weight(parameter: nn.Parameter) -> Tensor:
+    return parameter
+
+
 def _linear(
-    module: nn.Module, row: Style, group: Group, shared: SharedInput, gather: bool, transposed: bool, multiply: Multiply
-) -> Forward:
+    module: nn.Module, row: Style, group: Group, enter: Change, add: Change, sizes: Sequence[int] | None,
+    transposed: bool, multiply: Multiply, copies: Callable[[nn.Parameter], Tensor],
+) -> Forward:  # fmt: skip
     def forward(x: Tensor) -> Tensor:
-        weight: nn.Parameter = module.weight  # type: ignore[assignment]
-        bias: nn.Parameter | None = module.bias  # type: ignore[assignment]
+        weight = copies(module.weight)  # type: ignore[arg-type]
+        bias = None if module.bias is None else copies(module.bias)  # type: ignore[arg-type]
         if row.enter == "copy":
-            x = shared(x)
+            x = enter(x)
         if row.leave == "sum":
             # The bias is whole on every rank: added after the sum, once.
-            y = differentiable.sum(multiply(x, weight, None, transposed=transposed), group, why="row-parallel output")
+            y = add(multiply(x, weight, None, transposed=transposed))
             return y if bias is None else y + bias
         y = multiply(x, weight, bias, transposed=transposed)
-        if row.leave == "gather" and gather:
-            y = differentiable.gather(y, group, why="column-parallel output")
+        if row.leave == "gather" and sizes is not None:
+            y = differentiable.gather(y, group, sizes, why="column-parallel output")
         return y
 
     return forward
 
 
-def _experts(module: nn.Module, group: Group, shared: SharedInput) -> Callable[..., Tensor]:
+def _experts(module: nn.Module, group: Group, enter: Change, add: Change) -> Callable[..., Tensor]:
     """A stack of experts, each cut by width: forward(x, chosen experts, their weights). What a rank's slices make of a
     token is a part of the sum, and so is the gradient of the weight that the token was routed with."""
     whole = module.forward
@@ -104,12 +128,12 @@ def _experts(module: nn.Module, group: Group, shared: SharedInput) -> Callable[.
             differentiable.copy(t, group, why="routing weights' gradient") if t.is_floating_point() else t
             for t in routing
         ]
-        return differentiable.sum(whole(shared(x), *copies), group, why="row-parallel output")
+        return add(whole(enter(x), *copies))
 
     return forward
 
 
-def _embedding(module: nn.Embedding, group: Group, start: int) -> Forward:
+def _embedding(module: nn.Embedding, summed: Change, start: int) -> Forward:
     # Its class's own: some scale what they look up.
     lookup, padding = module.forward, module.padding_idx
 
@@ -119,6 +143,6 @@ def _embedding(module: nn.Embedding, group: Group, start: int) -> Forward:
         # The padding token's row gets no gradient, on the rank that holds it.
         module.padding_idx = padding - start if padding is not None and 0 <= padding - start < rows else None
         found = lookup(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
-        return differentiable.sum(found, group, why="row-parallel output")
+        return summed(found)
 
     return forward

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,17 +12,16 @@ from torch import Tensor, nn
 
 from ...design.errors import PlanError
 from ...design.part import Parameter
-from ...design.plan import Plan, stage_blocks, width_after
+from ...design.plan import Plan, shape_after, stage_blocks
 from ...design.rules import validate
 from ...design.schedule import FORWARD_ONLY, Schedule, check, lower
 from ...design.sharding import Sharding, buckets, shard
-from ...design.styles import style
 from ...design.table import settled, table
 from .. import sequential
 from ..comm.collectives import Handle
 from ..comm.world import World
 from ..hf.read import Model, read
-from ..hf.stage_model import StageModel, transposed
+from ..hf.stage_model import StageModel
 from ..parallel import frozen, loss, tensor
 from ..parallel.clock import Clock
 from ..parallel.data import Buckets
@@ -30,11 +29,13 @@ from ..parallel.gathering import Gathering
 from ..parallel.master import Master
 from ..parallel.pipeline import Pipeline
 from ..parallel.recompute import Recompute
+from ..parallel.sequence import Tokens
 from ..parallel.split_backward import WeightGradients
 from ..parallel.stage import Stage
 from ..parallel.tied import TiedWeights
 from ..parallel.zero import Shares
 from ..sequential import SequentialModel, SequentialStage
+from . import layers
 from .optimizer import Optimizer
 from .step import Body, Run, Trained
 
@@ -70,7 +71,7 @@ def build(
     # The modules of each stage here, without memory; then each module gets its slices, where weights live: where they
     # are, or with ZeRO in units, of which dp ranks have shares, whole for as long as they are at work.
     shared = tensor.SharedInput(world.group("tp"))
-    bodies, owed, parts = _bodies(plan, trained, sharding, world, shared, dtype, splits=computed.splits)
+    bodies, owed, parts, cut = _bodies(plan, trained, sharding, world, shared, dtype, splits=computed.splits)
     gathering, shares = _shares(plan, sharding, world, types, parts, splits=computed.splits)
     kept: dict[str, nn.Parameter] = {}
     for body in bodies.values():
@@ -136,18 +137,24 @@ def build(
 
     def pipeline(table: Schedule, clock: Clock) -> Pipeline:
         return Pipeline(
-            table, stages, world.group("pp"), width=partial(width_after, plan, trained.facts), dtype=dtype,
-            device=world.device, clock=clock, sink=sink,
+            table, stages, world.group("pp"), shape=_shapes(plan, trained, world),
+            dtype=dtype, device=world.device, clock=clock, sink=sink,
         )  # fmt: skip
 
     return Run(
         plan=plan, world=world, model=trained, sharding=sharding, sink=sink, optimizer=optimizer, tied=tied, clock=clock,
         bodies=bodies, parameters=parameters, stages=stages, pipeline=pipeline(schedule, clock),
         forward=pipeline(_forwards(plan, 1), Clock(world.device)),
-        evaluation=pipeline(_forwards(plan, plan.microbatches), Clock(world.device)), forget=shared,
+        evaluation=pipeline(_forwards(plan, plan.microbatches), Clock(world.device)), forget=[shared, *cut.values()],
         gathering=gathering, recomputing=recomputing, chunked=chunked[0] if chunked else None, master=master,
         steps=steps,
     )  # fmt: skip
+
+
+def _shapes(plan: Plan, model: Trained, world: World) -> Callable[[int, int, int], Sequence[int]]:
+    """Of what a stage gives to the next, for a microbatch of so many rows of so many tokens."""
+    tp = world.coordinate["tp"]
+    return lambda stage, rows, seq: shape_after(plan, model.facts, stage, rows=rows, seq=seq, tp=tp)
 
 
 def _gather_for(
@@ -191,27 +198,37 @@ def _body(plan: Plan, model: Trained, sharding: Sharding, world: World, stage: i
         return SequentialStage(model, *stage_blocks(plan, model.facts)[stage], dtype)
     return StageModel(
         model, sharding, world.rank, stage, dtype, seed=plan.seed, attention=plan.attention,
-        stops=plan.chunks_loss and stage == plan.loss_stage,
+        stops=plan.chunks_loss and stage == plan.loss_stage, own=partial(layers.own_span, plan, world.coordinate["tp"]),
     )  # fmt: skip
 
 
 def _bodies(
     plan: Plan, model: Trained, sharding: Sharding, world: World, shared: tensor.SharedInput, dtype: torch.dtype, *,
     splits: bool,
-) -> tuple[dict[int, Body], dict[int, WeightGradients], Counter[str]]:  # fmt: skip
+) -> tuple[dict[int, Body], dict[int, WeightGradients], Counter[str], dict[int, Tokens]]:  # fmt: skip
     """The stages of this rank, where tp has replaced forwards, and split backward what linear layers do for their
-    weights; what those owe; and in how many parts each gradient comes. A weight that two stages of this rank use is one.
-    """
+    weights; what those owe; in how many parts each gradient comes; and with sp how rows are cut. A weight that two stages
+    of this rank use is one."""
     bodies: dict[int, Body] = {}
+    cut: dict[int, Tokens] = {}
     owed: dict[int, WeightGradients] = {}
     parts: Counter[str] = Counter()
     for number in (number for number in sharding.stages_at(world.coordinate["pp"]) if number < plan.stages):
         body = bodies[number] = _body(plan, model, sharding, world, number, dtype)
         if splits:
             owed[number] = WeightGradients()
-        later = _replace_forwards(plan, model, body, sharding, world, shared, number, owed.get(number))
-        parts += _parts(plan, sharding, number, body, later)
-    return bodies, owed, parts
+        if plan.sp:
+            cut[number] = Tokens(world.group("tp"), partial(layers.own_tokens, plan, body))
+        ways = layers.Ways(owed.get(number), cut.get(number), shared)
+        later = layers.replace_forwards(plan, model, body, sharding, world, number, ways)
+        if plan.sp:
+            layers.cut_rows(cut[number], model, body, sharding)
+            if number == 0:
+                cut[number].begin(body.blocks[0])
+            if number == plan.stages - 1:
+                cut[number].end(body.blocks[model.facts.blocks - 1])
+        parts += layers.parts(plan, sharding, number, body, later)
+    return bodies, owed, parts, cut
 
 
 def _shares(
@@ -238,7 +255,7 @@ def _loss(
     start, over = 0, world.alone
     if plan.tp > 1:
         head = sharding.parameter(model.facts.head_weight.name)
-        start, over = _first_row(head, world), world.group("tp") if head.first.compute.cut_axes else world.alone
+        start, over = layers.first_row(head, world), world.group("tp") if head.first.compute.cut_axes else world.alone
     body = bodies.get(plan.loss_stage)
     if not plan.chunks_loss or not isinstance(body, StageModel):
         return loss.WholeLoss(over, start)
@@ -270,7 +287,7 @@ def _buckets(
 ) -> Buckets:  # fmt: skip
     _, accumulate, reduce = types
     grouped = buckets(held, plan.mesh, world.rank, plan.bucket_bytes, reduce.itemsize)
-    groups = {one.first.summed_over: world.group(*one.first.summed_over) for one in held}
+    groups = {one.summed_over: world.group(*one.summed_over) for one in held}
     of_stage = [bucket[0].first.stages_at(world.coordinate["pp"])[0] for bucket in grouped]
     return Buckets(grouped, of_stage, parameters, groups, accumulate, reduce, parts, summed)
 
@@ -280,56 +297,3 @@ def _forwards(plan: Plan, microbatches: int) -> Schedule:
     table = lower(FORWARD_ONLY(plan.placement, microbatches))
     check(table)
     return table
-
-
-def _replace_forwards(
-    plan: Plan, model: Trained, body: Body, sharding: Sharding, world: World, shared: tensor.SharedInput, stage: int,
-    owed: WeightGradients | None,
-) -> set[str]:  # fmt: skip
-    """Splits the layers of a stage over tp, and puts off the weight gradients of linear layers where backward is split:
-    the names of the modules whose gradients do not come by autograd."""
-    done, later, group = set[str](), set[str](), world.group("tp")
-    for parameter in sharding.on_stage(stage):
-        for place, name in parameter.first.uses:
-            if place != stage or name in done:
-                continue
-            done.add(name)
-            if plan.chunks_loss and name == model.facts.head:  # the loss multiplies by its weight
-                later.add(name)
-                continue
-            module = body.module.get_submodule(name)
-            named = model.facts.styles[name]
-            row = style(named, name) if named is not None and group.size > 1 else None
-            is_transposed = transposed(module)
-            if owed is not None and is_transposed is not None:
-                later.add(name)
-                owed.put_off(module, transposed=is_transposed)
-            if row is not None and (row.enter, row.leave) != ("none", "none"):
-                # The head's output stays cut: the loss reads it so.
-                tensor.split(
-                    module, row, group, shared, start=_first_row(parameter, world), gather=name != model.facts.head,
-                    transposed=bool(is_transposed), multiply=owed.linear if owed is not None else tensor.product,
-                )  # fmt: skip
-    return later
-
-
-def _parts(plan: Plan, sharding: Sharding, stage: int, body: Body, later: set[str]) -> Counter[str]:
-    """In how many parts each parameter's gradient comes from a microbatch of the stage: by autograd, and from the modules
-    where it does not. A block that is computed again has a backward of its own."""
-    again: dict[nn.Module, int] = {}
-    for block, module in body.blocks.items():
-        reads_tokens = isinstance(body, SequentialStage) and block == 0
-        if plan.recompute == "full" and plan.recomputes(block) and sharding.reaches(stage, block) and not reads_tokens:
-            again |= dict.fromkeys(module.modules(), block)
-    found = Counter[str]()
-    for parameter in sharding.on_stage(stage):
-        names = (name for place, name in parameter.first.uses if place == stage)
-        ways = {"later" if name in later else again.get(body.module.get_submodule(name)) for name in names}
-        found[parameter.name] = len(ways)
-    return found
-
-
-def _first_row(parameter: Parameter, world: World) -> int:
-    """Where the rows of this tp rank begin: the same at every place of the pp axis."""
-    holder = world.mesh.rank(**{**world.coordinate, "pp": parameter.first.owner})
-    return parameter.spans(world.mesh, holder)[0][0]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..batch import Batch
-from ..comm.collectives import all_gather, all_reduce
+from ..comm.collectives import all_gather_slices, all_reduce
 from ..comm.nursery import BadNumbersError
 from .step import Run
 
@@ -41,8 +41,10 @@ def _drawn(run: Run, prompt: list[int], count: int, temperature: float) -> list[
         pipeline.run([Batch.of(rows).to(world.device)], None)
         chosen = torch.zeros((), dtype=torch.int64, device=world.device)
         if run.has_loss:
-            slices = all_gather(pipeline.logits[0][0, -1].contiguous(), world.group("tp"), why="sample")
-            token = _draw(slices.flatten().double().cpu(), temperature, generator)
+            logits = pipeline.logits[0][0, -1].contiguous()
+            if run.plan.tp > 1 and (head := run.model.facts.head_weight).cut is not None:
+                logits = all_gather_slices(logits, world.group("tp"), run.sharding.slices(head.name), why="sample")
+            token = _draw(logits.double().cpu(), temperature, generator)
             chosen.fill_(token if world.coordinate["tp"] == 0 else 0)
         # One rank of each replica knows it; the sum over its pipeline and tp ranks tells the others.
         for axis in ("tp", "pp"):

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ from ..parallel.master import Master
 from ..parallel.pipeline import Pipeline
 from ..parallel.recompute import Recompute
 from ..parallel.stage import Stage
-from ..parallel.tensor import SharedInput
 from ..parallel.tied import TiedWeights
 from ..parallel.zero import Shares
 from ..sequential import SequentialModel, SequentialStage
@@ -77,6 +76,12 @@ class Report:
         return self.tokens / self.seconds
 
 
+class Forgetful(Protocol):
+    """What holds on to the last tensors that it saw."""
+
+    def forget(self) -> None: ...
+
+
 class Run:
     """A laid-out model in training on this rank. Made by `build`."""
 
@@ -84,7 +89,7 @@ class Run:
         self, *, plan: Plan, world: World, model: Trained, sharding: Sharding, sink: Buckets | Shares,
         optimizer: Optimizer, tied: TiedWeights, clock: Clock, bodies: Mapping[int, Body],
         parameters: Mapping[str, nn.Parameter], stages: Mapping[int, Stage], pipeline: Pipeline, forward: Pipeline,
-        evaluation: Pipeline, forget: SharedInput, gathering: Gathering | None = None,
+        evaluation: Pipeline, forget: Sequence[Forgetful], gathering: Gathering | None = None,
         recomputing: Mapping[int, Recompute] | None = None, chunked: ChunkedLoss | None = None,
         master: Master | None = None, steps: int | None = None,
     ) -> None:  # fmt: skip
@@ -112,7 +117,7 @@ class Run:
         self.waits: tuple[tuple[str, str, Any, Any], ...] = ()
         """The last step's sums that were waited for: axis, why, begin, end."""
         world.ledger.clock = clock.now
-        self.clock, self.pipeline, self._shared = clock, pipeline, forget
+        self.clock, self.pipeline, self._forget = clock, pipeline, forget
         place = world.coordinate
         self._first_of_replica = place["pp"] == place["tp"] == 0
         self.has_loss = place["pp"] == sharding.placement[-1]
@@ -180,7 +185,8 @@ class Run:
 
     def forget(self) -> None:
         """Lets go of what the last pass left for the next module."""
-        self._shared.forget()
+        for one in self._forget:
+            one.forget()
 
     def step(self, batch: Given, *, at: Callable[[Moment], None] = _unseen) -> Report:
         """Trains on this rank's rows of one global batch (batch / dp rows of seq tokens); the same report everywhere.
