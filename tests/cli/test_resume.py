@@ -7,6 +7,9 @@ import json
 import os
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -264,3 +267,36 @@ def test_a_run_that_is_replaced_leaves_no_checkpoint(plait: Driver, small: Seque
     (out / "metrics.jsonl").unlink()
     assert plait.run(*small, *SAVES, "--out", out, "--stop-after", 1).code == 0
     assert checkpoints(out) == ["latest", "step-00000001", "step-00000002.aside"]
+
+
+def launcher(port: int, *words: object) -> list[str]:
+    """torchrun with two ranks on this machine."""
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+    return [*argv, "--master-port", str(port), "-m", "plait", *map(str, words)]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def test_a_launcher_s_ranks_save_and_go_on(
+    plait: Driver, small: Sequence[object], straight: Path, tmp_path: Path
+) -> None:
+    """torchrun hears SIGTERM and passes it to its ranks; they go on under it, and without it."""
+    out = tmp_path / "run"
+    command = (*small, "--steps", 100000, "--save-every", 100000, "--dp", 2, "--out", out)
+    with subprocess.Popen(launcher(free_port(), *command), env=plait.env, cwd=tmp_path, stderr=subprocess.PIPE) as run:
+        until(lambda: (out / "metrics.jsonl").exists() and len(lines(out)) > 2)
+        run.send_signal(signal.SIGTERM)
+        run.communicate(timeout=60)
+        assert run.returncode != 0
+    taken = lines(out)[-1]["step"]
+    assert checkpoints(out) == ["latest", f"step-{taken:08}"]
+    resume = launcher(free_port(), "train", "--resume", out, "--steps", taken + 2, "--save-every", 1, "--sample", 0)
+    ended = subprocess.run(resume, env=plait.env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count(f"going on from {out / 'checkpoints' / f'step-{taken:08}'}") == 1
+    assert checkpoints(out) == ["latest", f"step-{taken + 1:08}", f"step-{taken + 2:08}"]
+    assert plait.run("train", "--resume", out, "--steps", taken + 3, "--dp", 1, "--tp", 2, "--sample", 0).code == 0
+    assert [line["step"] for line in lines(out)] == [*range(1, taken + 4)]

@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 
 from plait.design.errors import PlanError
+from plait.design.slices import Slice
 from plait.runtime.checkpoint import folders
+from plait.runtime.checkpoint.contents import in_rows
 from plait.runtime.checkpoint.index import LARGEST, NAME, DamagedError, Index
 from plait.runtime.checkpoint.load import load, verify
 from tests.checkpoint_files import LAYOUT, Writer, loaded, same
@@ -381,3 +383,28 @@ def test_load_reads_no_more_than_it_needs(run: Path, monkeypatch: pytest.MonkeyP
     assert both <= index.size + headers
     assert load(folder, index, []) is None
     assert read[0] == both
+
+
+def test_load_holds_one_slice_beside_what_is_kept(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the layouts: nothing larger than the largest slice is ever read at once."""
+    from plait.runtime.checkpoint import disk
+
+    folder, index, _ = newest(run)
+    sizes, real = list[int](), disk.fill
+
+    def noting(fd: int, view: memoryview, offset: int) -> int:
+        sizes.append(view.nbytes if offset else 0)
+        return real(fd, view, offset)
+
+    monkeypatch.setattr(disk, "fill", noting)
+    loaded(folder, index, {"tp": 2, "dp": 2, "zero": 3})
+    assert max(sizes) == max(one.size for file in index.files for one in file.slices)
+
+
+def test_a_large_tensor_is_many_slices() -> None:
+    one = Slice(((0, 4096), (0, 1024)), 0, (1024, 1))
+    found = list(in_rows(one, 4))
+    assert [piece.box[0] for piece in found] == [(0, 2048), (2048, 4096)]
+    assert [piece.start for piece in found] == [0, 2048 * 1024]
+    assert all(piece.strides == one.strides for piece in found)
+    assert list(in_rows(Slice((), 0, ()), 4)) == [Slice((), 0, ())]

@@ -75,9 +75,19 @@ def open_plain(path: Path) -> int:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "not an ordinary file", str(path))
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the next bytes are read while these are looked at
     return fd
+
+
+def expect(fd: int, offset: int, size: int) -> None:
+    """Has the system begin to read bytes that will be asked for, where it can."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, offset, size, os.POSIX_FADV_WILLNEED)
+
+
+def let_go(fd: int, offset: int, size: int) -> None:
+    """Has the system begin to write bytes to the disk that nobody will change, where it can: to be synced later."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
 
 
 def fill(fd: int, view: memoryview, offset: int) -> int:

@@ -27,6 +27,10 @@ from .save import view_of
 TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
+AHEAD = 1 << 25
+"""Bytes that are asked of the disk before they are needed. Of a file, a rank mostly needs what follows."""
+
+
 @dataclass(frozen=True)
 class Target:
     """Where a quantity of a parameter goes: `slices` of it stand in `flat`, which is contiguous."""
@@ -50,6 +54,7 @@ class Files:
 
     folder: Path
     _open: dict[str, int] = field(default_factory=dict)
+    _expected: dict[str, int] = field(default_factory=dict)
     _space: bytearray = field(default_factory=bytearray)
 
     def read(self, file: SavedFile, one: Saved, into: memoryview | None = None) -> memoryview:
@@ -76,12 +81,19 @@ class Files:
             if name not in self._open:
                 self._open[name] = disk.open_plain(path)
             count = disk.fill(self._open[name], into, offset)
+            self._expect(name, offset + count)
         except OSError as error:
             raise DamagedError(path, f"it cannot be read ({(error.strerror or str(error)).lower()})") from None
         if count < into.nbytes:
             raise DamagedError(path, f"it ends in {where}")
         if zlib.crc32(into) != crc:
             raise DamagedError(path, f"{where} are not what was written: their CRC-32 is another")
+
+    def _expect(self, name: str, offset: int) -> None:
+        """The disk is at work while what came is looked at."""
+        if offset + AHEAD // 2 > self._expected.get(name, 0):
+            self._expected[name] = offset + AHEAD
+            disk.expect(self._open[name], offset, AHEAD)
 
     def close(self) -> None:
         for fd in self._open.values():

@@ -29,7 +29,7 @@ from .index import NAME, Index, Saved, SavedFile, digest_of
 
 WORDS = 512
 """Bytes of what a rank says of a failure."""
-TOGETHER = 1 << 20
+TOGETHER = 1 << 22
 """Bytes of slices that are written in one call, at least, where there are as many."""
 
 Tensors = Callable[[str, str], Tensor]
@@ -76,14 +76,16 @@ def write_file(folder: Path, layout: FileLayout, slices: Iterable[memoryview]) -
     path = folder / layout.name
     fd = disk.create(path)
     with open(fd, "wb", buffering=0):
-        found, waiting, size = [zlib.crc32(layout.header)], [memoryview(layout.header)], len(layout.header)
+        found, waiting, size, done = [zlib.crc32(layout.header)], [memoryview(layout.header)], len(layout.header), 0
         for view in slices:
             found.append(zlib.crc32(view))
             waiting.append(view)
             size += view.nbytes
             if size >= TOGETHER:
                 disk.write(fd, waiting, path)
-                waiting, size = [], 0
+                # The disk is at work while the next are summed up.
+                disk.let_go(fd, done, size)
+                waiting, size, done = [], 0, done + size
         disk.write(fd, waiting, path)
         disk.sync(fd, path)
     return found

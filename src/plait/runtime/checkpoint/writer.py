@@ -49,6 +49,8 @@ from .save import (
 )
 
 LINE = b"\n"
+GENTLY = 5
+"""By how much a writer stands back behind those who compute."""
 
 
 class Writer:
@@ -113,6 +115,7 @@ def _live(orders: int, reports: int, memory: int, parent: int) -> NoReturn:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         die_with(parent)
+        os.nice(GENTLY)
         gc.disable()  # what is here is the rank's, and is not to be let go of twice
         _close_all_but(0, 1, 2, orders, reports, memory)
         with open(orders, "rb") as lines:
