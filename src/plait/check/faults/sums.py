@@ -23,9 +23,9 @@ def _leave_out(reason: str) -> None:
     def wrong(right: Any, x: Tensor, group: Any, *, why: str, **more: Any) -> Any:
         return DONE if why == reason else right(x, group, why=why, **more)
 
-    @instead(collectives, "all_reduced")
+    @instead(collectives, "start_all_reduced")
     def apart(right: Any, x: Tensor, group: Any, *, why: str, **more: Any) -> Any:
-        return x.clone() if why == reason else right(x, group, why=why, **more)
+        return (x.clone(), DONE) if why == reason else right(x, group, why=why, **more)
 
 
 # --- gradients over dp

@@ -108,6 +108,9 @@ def _sequence(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, comp
     def count(why: str, operation: str, times: int) -> None:
         calls[why, operation] += times
 
+    def early(name: str) -> bool:
+        return bool(sharding.parameter(name).summed_early(plan.mesh, rank)[1])
+
     for stage in sharding.stages_at(plan.mesh.index(rank, "pp")):
         if stage >= plan.stages:
             continue
@@ -122,7 +125,10 @@ def _sequence(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, comp
                 count("gradient of partial sums", "all_gather", reached)
                 count("gradient of whole rows", "reduce_scatter", reached)
                 by_columns = [f for f in inside if f.style is not None and style(f.style, f.module).cuts == "out"]
-                learns = any(plan.trains(fact) and fact.tensor == "weight" for fact in by_columns)
+                # Of a fused tensor with copies autograd keeps all that it read.
+                learns = any(
+                    plan.trains(fact) and fact.tensor == "weight" and not early(fact.name) for fact in by_columns
+                )
                 count("whole rows for weight gradients", "all_gather", reached and learns)
         if stage == 0:
             count("gradient of own tokens", "all_gather", sharding.reaches(0, 0))

@@ -97,13 +97,20 @@ def all_reduced(x: Tensor, group: Group, *, why: str, op: Op = "sum") -> Tensor:
     """The sum (or maximum) of the group's x, the same bits on every rank, in a tensor of its own."""
     if group.transport is None:
         return x.clone()
-    board, mark = _note(x, group, "all_reduce", why, x.nbytes, _NAMES[op])
     since = group.ledger.now()
-    board.wait(mark)
-    summed = group.transport.all_reduced(x, op)
-    board.go_on()
+    summed, handle = start_all_reduced(x, group, why=why, op=op)
+    handle.wait()
     group.ledger.waited(group.axis, why, since)
     return summed
+
+
+def start_all_reduced(x: Tensor, group: Group, *, why: str, op: Op = "sum") -> tuple[Tensor, Handle]:
+    """The same, begun: the tensor has the sum when the handle has been waited for."""
+    if group.transport is None:
+        return x.clone(), DONE
+    place = _note(x, group, "all_reduce", why, x.nbytes, _NAMES[op])
+    summed, work = group.transport.all_reduced(x, op)
+    return summed, Handle(work, summed, place)
 
 
 def all_gather(x: Tensor, group: Group, *, why: str) -> Tensor:
@@ -140,6 +147,17 @@ def gather_tokens(x: Tensor, group: Group, sizes: Sequence[int], *, why: str) ->
 
 def scatter_tokens(x: Tensor, group: Group, sizes: Sequence[int], *, why: str) -> Tensor:
     """The sum of everyone's [b, sum of sizes, ...] -> of it [b, sizes[i], ...] on each rank."""
+    since = group.ledger.now()
+    own, handle = start_scatter_tokens(x, group, sizes, why=why)
+    handle.wait()
+    group.ledger.waited(group.axis, why, since)
+    return own
+
+
+def start_scatter_tokens(
+    x: Tensor, group: Group, sizes: Sequence[int], *, why: str
+) -> tuple[Tensor, Handle]:  # fmt: skip
+    """The same, begun."""
     longest = max(sizes)
     if sum(sizes) == longest * len(sizes):
         pieces = x.unflatten(1, (len(sizes), longest)).transpose(0, 1).contiguous()
@@ -148,12 +166,10 @@ def scatter_tokens(x: Tensor, group: Group, sizes: Sequence[int], *, why: str) -
         for piece, own in zip(pieces, x.split(list(sizes), 1), strict=True):
             piece.narrow(1, 0, own.shape[1]).copy_(own)
     assert group.transport is not None
-    place, since = _note(pieces, group, "reduce_scatter", why, pieces.nbytes), group.ledger.now()
+    place = _note(pieces, group, "reduce_scatter", why, pieces.nbytes)
     share = torch.empty_like(pieces[0])
     work = group.transport.reduce_scatter(pieces.view(-1), share.view(-1), torch.empty_like(pieces).view(-1), False)
-    Handle(work, pieces, place).wait()
-    group.ledger.waited(group.axis, why, since)
-    return share.narrow(1, 0, sizes[group.index])
+    return share.narrow(1, 0, sizes[group.index]), Handle(work, pieces, place)
 
 
 def gather_shares(whole: Tensor, share: Tensor, group: Group, *, why: str) -> Handle:

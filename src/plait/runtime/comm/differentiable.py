@@ -15,26 +15,48 @@ Shoeybi et al., "Megatron-LM", 2019, section 3.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .collectives import all_gather_slices, all_reduced, gather_tokens, scatter_tokens
+from .collectives import (
+    Handle,
+    all_gather_slices,
+    all_reduced,
+    gather_tokens,
+    scatter_tokens,
+    start_all_reduced,
+    start_scatter_tokens,
+)
 from .world import Group
+
+Meanwhile = Callable[[], None] | None
+"""What there is to do while a gradient is summed."""
 
 
 class _Copy(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, why: str) -> Tensor:
-        ctx.group, ctx.why = group, why
+    def forward(ctx: Any, x: Tensor, group: Group, why: str, meanwhile: Meanwhile) -> Tensor:
+        ctx.group, ctx.why, ctx.meanwhile = group, why, meanwhile
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return all_reduced(grads[0], ctx.group, why=ctx.why), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        summed, handle = start_all_reduced(grads[0], ctx.group, why=ctx.why)
+        _under_way(handle, ctx)
+        return summed, None, None, None
+
+
+def _under_way(handle: Handle, ctx: Any) -> None:
+    """Does what there is to do while a call is under way, and waits for it."""
+    if ctx.meanwhile is not None:
+        ctx.meanwhile()
+    since = ctx.group.ledger.now()
+    handle.wait()
+    ctx.group.ledger.waited(ctx.group.axis, ctx.why, since)
 
 
 class _Sum(Function):
@@ -87,13 +109,17 @@ class _Scatter(Function):
 
 class _Join(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, sizes: Sequence[int], why: str, back: str) -> Tensor:
-        ctx.group, ctx.sizes, ctx.why = group, sizes, back
+    def forward(
+        ctx: Any, x: Tensor, group: Group, sizes: Sequence[int], why: str, back: str, meanwhile: Meanwhile
+    ) -> Tensor:
+        ctx.group, ctx.sizes, ctx.why, ctx.meanwhile = group, sizes, back, meanwhile
         return gather_tokens(x, group, sizes, why=why)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return scatter_tokens(grads[0], ctx.group, ctx.sizes, why=ctx.why), None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        own, handle = start_scatter_tokens(grads[0], ctx.group, ctx.sizes, why=ctx.why)
+        _under_way(handle, ctx)
+        return own, None, None, None, None, None
 
 
 class _Take(Function):
@@ -135,9 +161,10 @@ def scatter(x: Tensor, group: Group, sizes: Sequence[int], *, why: str, back: st
     return _Scatter.apply(x, group, sizes, why, back)  # type: ignore[no-any-return]
 
 
-def join(x: Tensor, group: Group, sizes: Sequence[int], *, why: str, back: str) -> Tensor:
-    """Own tokens become whole rows, of which each rank makes a part of what follows: gradients are summed."""
-    return _Join.apply(x, group, sizes, why, back)  # type: ignore[no-any-return]
+def join(x: Tensor, group: Group, sizes: Sequence[int], *, why: str, back: str, meanwhile: Meanwhile = None) -> Tensor:
+    """Own tokens become whole rows, of which each rank makes a part of what follows: gradients are summed, and
+    `meanwhile` is called while they are."""
+    return _Join.apply(x, group, sizes, why, back, meanwhile)  # type: ignore[no-any-return]
 
 
 def take(x: Tensor, group: Group, sizes: Sequence[int], *, why: str) -> Tensor:
@@ -155,9 +182,10 @@ def once(x: Tensor, group: Group) -> Tensor:
     return _Once.apply(x, group)  # type: ignore[no-any-return]
 
 
-def copy(x: Tensor, group: Group, *, why: str) -> Tensor:
-    """Whole on every rank, used by each for its slice: the gradients of the slices are summed."""
-    return x if group.transport is None else _Copy.apply(x, group, why)
+def copy(x: Tensor, group: Group, *, why: str, meanwhile: Meanwhile = None) -> Tensor:
+    """Whole on every rank, used by each for its slice: the gradients of the slices are summed, and `meanwhile` is called
+    while they are."""
+    return x if group.transport is None else _Copy.apply(x, group, why, meanwhile)
 
 
 def sum(x: Tensor, group: Group, *, why: str) -> Tensor:

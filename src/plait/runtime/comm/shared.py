@@ -50,12 +50,11 @@ class SharedMemory:
         self._channel.post(x)
         return self._reduce(x.view(-1), op)
 
-    def all_reduced(self, x: Tensor, op: Op) -> Tensor:
+    def all_reduced(self, x: Tensor, op: Op) -> tuple[Tensor, Work]:
         x = x.contiguous()
         self._channel.post(x)
         result = torch.empty_like(x)
-        self._reduce(result.view(-1), op).wait()
-        return result
+        return result, self._reduce(result.view(-1), op)
 
     def _reduce(self, flat: Tensor, op: Op) -> Work:
         """Has everyone's last post summed into `flat`."""

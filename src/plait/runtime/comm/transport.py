@@ -32,8 +32,8 @@ class Transport(Protocol):
         """x becomes the sum or maximum of everyone's, the same bits everywhere."""
         ...
 
-    def all_reduced(self, x: Tensor, op: Op) -> Tensor:
-        """The sum or maximum of everyone's x, which stays as it is."""
+    def all_reduced(self, x: Tensor, op: Op) -> tuple[Tensor, Work]:
+        """The sum or maximum of everyone's x, which stays as it is: there when the work is done."""
         ...
 
     def all_gather(self, whole: Tensor, share: Tensor) -> Work:
@@ -81,11 +81,10 @@ class Distributed:
     def all_reduce(self, x: Tensor, op: Op) -> Work:
         return dist.all_reduce(x, _OPERATIONS[op], group=self._handle, async_op=True)  # type: ignore[no-any-return]
 
-    def all_reduced(self, x: Tensor, op: Op) -> Tensor:
+    def all_reduced(self, x: Tensor, op: Op) -> tuple[Tensor, Work]:
         # A copy: autograd may hand the same tensor to someone else.
         summed = x.clone(memory_format=torch.contiguous_format)
-        self.all_reduce(summed, op).wait()
-        return summed
+        return summed, self.all_reduce(summed, op)
 
     def all_gather(self, whole: Tensor, share: Tensor) -> Work:
         return _GATHER(whole.view(-1), share.view(-1), group=self._handle, async_op=True)  # type: ignore[no-any-return]

@@ -16,10 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from ..comm import collectives, differentiable
 from ..comm.world import Group
@@ -47,31 +44,12 @@ class Rows:
         return found
 
 
-class _Linear(Function):
-    """y = x Wᵀ + b that keeps the own tokens of x, and not x."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, own: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows) -> Tensor:
-        ctx.save_for_backward(own, weight)
-        ctx.rows, ctx.biased = rows, bias is not None
-        rows.readers += ctx.needs_input_grad[2]
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:
-        _, weight = ctx.saved_tensors
-        gradient, needs = grads[0], ctx.needs_input_grad
-        flat = gradient.flatten(0, -2)
-        of_weight = flat.t() @ ctx.rows.whole().flatten(0, -2) if needs[2] else None
-        of_bias = flat.sum(0) if ctx.biased and needs[3] else None
-        return (gradient @ weight if needs[0] else None), None, of_weight, of_bias, None
-
-
 class Tokens:
-    """The token cut of one stage. `sizes()` says how many tokens of a row of the microbatch at hand each rank has."""
+    """The token cut of one stage. `sizes()` says how many tokens of a row of the microbatch at hand each rank has;
+    `meanwhile` is called while the gradient of what was joined is summed."""
 
-    def __init__(self, group: Group, sizes: Sizes) -> None:
-        self._group, self._sizes = group, sizes
+    def __init__(self, group: Group, sizes: Sizes, meanwhile: Callable[[], None] | None = None) -> None:
+        self._group, self._sizes, self._meanwhile = group, sizes, meanwhile
         self._seen: weakref.ref[Tensor] | None = None
         self._joined: weakref.ref[Tensor] | None = None
         self._rows: Rows | None = None
@@ -82,7 +60,12 @@ class Tokens:
         if whole is None or self._seen is None or self._seen() is not x:
             sizes = tuple(self._sizes())
             whole = differentiable.join(
-                x, self._group, sizes, why="own tokens to whole rows", back="gradient of whole rows"
+                x,
+                self._group,
+                sizes,
+                why="own tokens to whole rows",
+                back="gradient of whole rows",
+                meanwhile=self._meanwhile,
             )
             self._rows = Rows(x.detach(), self._group, sizes)
             self._seen, self._joined = weakref.ref(x), weakref.ref(whole)
@@ -97,13 +80,6 @@ class Tokens:
         return differentiable.scatter(
             x, self._group, tuple(self._sizes()), why="partial sums to own tokens", back="gradient of partial sums"
         )
-
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
-        """x Wᵀ + b of a column-parallel layer (tensor.Multiply)."""
-        used, rows = weight.t() if transposed else weight, self.rows_of(x)
-        if rows is None or not torch.is_grad_enabled():
-            return F.linear(x, used, bias)
-        return _Linear.apply(x, rows.own, used, bias, rows)  # type: ignore[no-any-return]
 
     def forget(self) -> None:
         """Lets go of the last tensors."""

@@ -6,7 +6,8 @@
 
 What passes through a linear layer is plait's own function, to which autograd knows no weight: I is an ordinary backward
 that leaves (x, dy) of each layer behind, and W adds their products to the gradients. Norms, embeddings and whatever else
-has parameters get their gradients in I. Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.
+has parameters get their gradients in I. Where backward is whole, column-parallel layers put theirs off no longer than
+until the sum of their input's gradient is under way. Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.
 """
 
 from __future__ import annotations
@@ -117,10 +118,17 @@ class WeightGradients:
         self._later[microbatch] = self._owed
         self._owed = []
 
-    @torch.no_grad()
     def settle(self, microbatch: int) -> None:
         """Adds what is owed for `microbatch` to the gradients, the layers in the order of backward."""
-        products = self._later.pop(microbatch)
+        self._add(self._later.pop(microbatch))
+
+    def pay(self) -> None:
+        """Adds at once what is owed since it was last asked."""
+        products, self._owed = self._owed, []
+        self._add(products)
+
+    @torch.no_grad()
+    def _add(self, products: list[Product]) -> None:
         last = {parameter: product for product in products for parameter in (product.weight, product.bias)}
         for product in products:
             x = product.x if product.rows is None else product.rows.whole()

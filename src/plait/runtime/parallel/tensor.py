@@ -39,17 +39,19 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool)
 
 class SharedInput:
     """`copy` for the modules of one stage. Modules that read the same tensor one after the other (q, k, v) get the same
-    copy, so that their input gradients are added first and summed over tp once."""
+    copy, so that their input gradients are added first and summed over tp once; `meanwhile` is called while they are."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, meanwhile: Callable[[], None] | None = None) -> None:
+        self._group, self._meanwhile = group, meanwhile
         self._seen: weakref.ref[Tensor] | None = None
         self._version = 0
         self._copy: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._copy is None or self._seen is None or self._seen() is not x or self._version != x._version:
-            self._copy = differentiable.copy(x, self._group, why="column-parallel input gradient")
+            self._copy = differentiable.copy(
+                x, self._group, why="column-parallel input gradient", meanwhile=self._meanwhile
+            )
             self._seen, self._version = weakref.ref(x), x._version
         return self._copy
 

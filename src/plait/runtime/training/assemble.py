@@ -70,8 +70,9 @@ def build(
 
     # The modules of each stage here, without memory; then each module gets its slices, where weights live: where they
     # are, or with ZeRO in units, of which dp ranks have shares, whole for as long as they are at work.
-    shared = tensor.SharedInput(world.group("tp"))
-    bodies, owed, parts, cut = _bodies(plan, trained, sharding, world, shared, dtype, splits=computed.splits)
+    soon = WeightGradients()
+    shared = tensor.SharedInput(world.group("tp"), soon.pay)
+    bodies, owed, parts, cut = _bodies(plan, trained, sharding, world, shared, soon, dtype, splits=computed.splits)
     gathering, shares = _shares(plan, sharding, world, types, parts, splits=computed.splits)
     kept: dict[str, nn.Parameter] = {}
     for body in bodies.values():
@@ -121,7 +122,7 @@ def build(
         if gathering is not None:
             _gather_for(gathering, shares, sharding, world, bodies)
     chunked = [owned_loss] if isinstance(owned_loss, loss.ChunkedLoss) else []
-    by_hand: list[WeightGradients | loss.ChunkedLoss] = [*owed.values(), *chunked]
+    by_hand: list[WeightGradients | loss.ChunkedLoss] = [soon, *owed.values(), *chunked]
     for gradients in by_hand:
         gradients.adopt(sink.open, sink.ready)
     if chunked and gathering is not None:
@@ -203,8 +204,8 @@ def _body(plan: Plan, model: Trained, sharding: Sharding, world: World, stage: i
 
 
 def _bodies(
-    plan: Plan, model: Trained, sharding: Sharding, world: World, shared: tensor.SharedInput, dtype: torch.dtype, *,
-    splits: bool,
+    plan: Plan, model: Trained, sharding: Sharding, world: World, shared: tensor.SharedInput,
+    soon: WeightGradients, dtype: torch.dtype, *, splits: bool,
 ) -> tuple[dict[int, Body], dict[int, WeightGradients], Counter[str], dict[int, Tokens]]:  # fmt: skip
     """The stages of this rank, where tp has replaced forwards, and split backward what linear layers do for their
     weights; what those owe; in how many parts each gradient comes; and with sp how rows are cut. A weight that two stages
@@ -218,8 +219,8 @@ def _bodies(
         if splits:
             owed[number] = WeightGradients()
         if plan.sp:
-            cut[number] = Tokens(world.group("tp"), partial(layers.own_tokens, plan, body))
-        ways = layers.Ways(owed.get(number), cut.get(number), shared)
+            cut[number] = Tokens(world.group("tp"), partial(layers.own_tokens, plan, body), soon.pay)
+        ways = layers.Ways(owed.get(number), cut.get(number), shared, soon)
         later = layers.replace_forwards(plan, model, body, sharding, world, number, ways)
         if plan.sp:
             layers.cut_rows(cut[number], model, body, sharding)

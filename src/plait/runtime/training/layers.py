@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...design.part import Parameter
 from ...design.plan import Plan
@@ -25,12 +25,13 @@ from .step import Body, Trained
 
 @dataclass(frozen=True)
 class Ways:
-    """How a stage's layers are carried out: what they owe where backward is split, with sp how rows are cut, and what
-    column-parallel layers share."""
+    """How a stage's layers are carried out: what they owe where backward is split, with sp how rows are cut, what
+    column-parallel layers share, and what those owe no longer than the sum of their input's gradient takes."""
 
     owed: WeightGradients | None
     tokens: Tokens | None
     shared: tensor.SharedInput
+    soon: WeightGradients
 
     def around(self, row: Style, *, in_block: bool) -> tuple[tensor.Change, tensor.Change | None]:
         """What a layer does to what it copies in, and to partial sums (None: they are summed)."""
@@ -38,15 +39,18 @@ class Ways:
             return self.shared, None
         return tensor.as_it_is, tensor.as_it_is if row.cuts == "both" else self.tokens.scatter
 
-    def multiply(self, *, puts_off: bool) -> tensor.Multiply:
-        owed, tokens = self.owed, self.tokens
-        if owed is None or not puts_off:
-            return tensor.product if tokens is None else tokens.multiply
-        if tokens is None:
-            return owed.linear
-        return lambda x, weight, bias, *, transposed: owed.linear(
-            x, weight, bias, transposed=transposed, rows=tokens.rows_of(x)
-        )
+    def multiply(self, owed: WeightGradients | None) -> tensor.Multiply:
+        """By what a layer multiplies that owes its weight's gradient so; None: autograd has it."""
+        if owed is None:
+            return tensor.product
+
+        def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
+            if owed is self.soon and not x.requires_grad:  # nothing will be summed
+                return tensor.product(x, weight, bias, transposed=transposed)
+            rows = None if self.tokens is None else self.tokens.rows_of(x)
+            return owed.linear(x, weight, bias, transposed=transposed, rows=rows)
+
+        return multiply
 
 
 def replace_forwards(
@@ -54,7 +58,7 @@ def replace_forwards(
 ) -> set[str]:
     """Splits the layers of a stage over tp, and puts off the weight gradients of linear layers where backward is split:
     the names of the modules whose gradients do not come by autograd."""
-    done, later, group, owed = set[str](), set[str](), world.group("tp"), ways.owed
+    done, later, group = set[str](), set[str](), world.group("tp")
     for parameter in sharding.on_stage(stage):
         for place, name in parameter.first.uses:
             if place != stage or name in done:
@@ -68,17 +72,21 @@ def replace_forwards(
             row = style(named, name) if named is not None and group.size > 1 else None
             is_transposed = transposed(module)
             axes, spans = parameter.summed_early(world.mesh, world.rank)
-            puts_off = owed is not None and is_transposed is not None and not spans
-            if owed is not None and puts_off:
+            puts_off, owes = is_transposed is not None and not spans, None
+            if ways.owed is not None and puts_off:
+                owes = ways.owed
+                owes.put_off(module, transposed=bool(is_transposed))
+            elif row is not None and row.enter == "copy" and puts_off:
+                owes = ways.soon
+            if owes is not None:
                 later.add(name)
-                owed.put_off(module, transposed=bool(is_transposed))
             if row is not None and (row.enter, row.leave) != ("none", "none"):
                 enter, add = ways.around(row, in_block=parameter.first.block is not None)
                 tensor.split(
                     module, row, group, enter=enter, add=add, start=first_row(parameter, world),
                     # The head's output stays cut: the loss reads it so.
                     sizes=None if name == model.facts.head else sharding.slices(parameter.name),
-                    transposed=bool(is_transposed), multiply=ways.multiply(puts_off=puts_off),
+                    transposed=bool(is_transposed), multiply=ways.multiply(owes),
                     copies=partial(
                         tensor.sum_copies, group=world.group(*axes), spans=spans, transposed=bool(is_transposed)
                     ) if spans else None,
