@@ -10,7 +10,9 @@ straight to its place. Between them the ranks read every slice, so what is damag
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +29,8 @@ from .save import view_of
 TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
+SMALL = 1 << 16
+"""Bytes of a slice that is summed up at once: to ask somebody else would take longer."""
 AHEAD = 1 << 25
 """Bytes that are asked of the disk before they are needed. Of a file, a rank mostly needs what follows."""
 
@@ -50,32 +54,56 @@ class Target:
 
 @dataclass
 class Files:
-    """The files of a checkpoint, read in slices; keeps them open, and one slice in memory."""
+    """The files of a checkpoint, read in slices; keeps them open, and no more than one slice in memory that has no
+    place of its own. A thread beside this one makes the checksums, since both let the other go on meanwhile."""
 
     folder: Path
     _open: dict[str, int] = field(default_factory=dict)
     _expected: dict[str, int] = field(default_factory=dict)
     _space: bytearray = field(default_factory=bytearray)
+    _checks: deque[tuple[Future[int], SavedFile, Saved]] = field(default_factory=deque)
+    _beside: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
-    def read(self, file: SavedFile, one: Saved, into: memoryview | None = None) -> memoryview:
-        """The bytes of a slice, found to be what was written: in `into`, or until the next is read."""
-        if into is None:
-            if len(self._space) < one.size:
-                self._space = bytearray(one.size)
-            into = memoryview(self._space)[: one.size]
-        where = f"{one.quantity} of {one.name}, bytes {one.offset} to {one.offset + one.size}"
-        self._check(file.name, into, one.offset, one.crc, where)
+    def read(self, file: SavedFile, one: Saved) -> memoryview:
+        """The bytes of a slice, found to be what was written; there until the next is read."""
+        if len(self._space) < one.size:
+            self._space = bytearray(one.size)
+        into = memoryview(self._space)[: one.size]
+        self._fill(file.name, into, one.offset, _where(one))
+        self._hold(zlib.crc32(into), one.crc, file.name, _where(one))
         return into
+
+    def read_into(self, into: memoryview, file: SavedFile, one: Saved) -> None:
+        """The same at a place of its own, where it is summed up while the next is read: `settle` says whether all that
+        was read is what was written."""
+        self._fill(file.name, into, one.offset, _where(one))
+        if one.size < SMALL:
+            self._hold(zlib.crc32(into), one.crc, file.name, _where(one))
+        else:
+            self._checks.append((self._beside.submit(zlib.crc32, into), file, one))
+            self.settle(2)
+
+    def settle(self, but: int = 0) -> None:
+        """Returns when what was read is summed up, but for the last few."""
+        while len(self._checks) > but:
+            found, file, one = self._checks.popleft()
+            self._hold(found.result(), one.crc, file.name, _where(one))
 
     def check_header(self, file: SavedFile) -> None:
         """Reads what comes before the first slice, which must be what follows from the index, and the size."""
         wanted = file.header
-        found = memoryview(bytearray(len(wanted)))
-        self._check(file.name, found, 0, file.crc, f"its header, bytes 0 to {len(wanted)}")
+        found, where = memoryview(bytearray(len(wanted))), f"its header, bytes 0 to {len(wanted)}"
+        self._fill(file.name, found, 0, where)
+        self._hold(zlib.crc32(found), file.crc, file.name, where)
         if found != wanted:
             raise DamagedError(self.folder / file.name, f"its header does not say what {NAME} says")
 
-    def _check(self, name: str, into: memoryview, offset: int, crc: int, where: str) -> None:
+    def _hold(self, found: int, wanted: int, name: str, where: str) -> None:
+        if found != wanted:
+            path = self.folder / name
+            raise DamagedError(path, f"{where} are not what was written: their CRC-32 is another")
+
+    def _fill(self, name: str, into: memoryview, offset: int, where: str) -> None:
         path = self.folder / name
         try:
             if name not in self._open:
@@ -86,8 +114,6 @@ class Files:
             raise DamagedError(path, f"it cannot be read ({(error.strerror or str(error)).lower()})") from None
         if count < into.nbytes:
             raise DamagedError(path, f"it ends in {where}")
-        if zlib.crc32(into) != crc:
-            raise DamagedError(path, f"{where} are not what was written: their CRC-32 is another")
 
     def _expect(self, name: str, offset: int) -> None:
         """The disk is at work while what came is looked at."""
@@ -96,6 +122,7 @@ class Files:
             disk.expect(self._open[name], offset, AHEAD)
 
     def close(self) -> None:
+        self._beside.shutdown(cancel_futures=True)
         for fd in self._open.values():
             disk.close(fd)
         self._open.clear()
@@ -105,6 +132,10 @@ class Files:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _where(one: Saved) -> str:
+    return f"{one.quantity} of {one.name}, bytes {one.offset} to {one.offset + one.size}"
 
 
 def load(folder: Path, index: Index, targets: Iterable[Target]) -> None:
@@ -121,6 +152,7 @@ def load(folder: Path, index: Index, targets: Iterable[Target]) -> None:
                 files.check_header(file)
             for one, there in needed:
                 _move(files, file, one, there)
+        files.settle()
 
 
 def _move(files: Files, file: SavedFile, one: Saved, targets: Iterable[Target]) -> None:
@@ -137,7 +169,7 @@ def _move(files: Files, file: SavedFile, one: Saved, targets: Iterable[Target]) 
     if len(moves) == 1:
         ((view, shared),) = moves
         if shared == one.box and view.dtype == dtype and view.device.type == "cpu" and view.is_contiguous():
-            files.read(file, one, view_of(view))
+            files.read_into(view_of(view), file, one)
             return
     whole = torch.frombuffer(files.read(file, one), dtype=dtype).view(box_shape(one.box))
     for view, shared in moves:

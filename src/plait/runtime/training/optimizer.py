@@ -108,10 +108,14 @@ class Optimizer:
         return {"master_weights": [weight for _, weight in self._published], "state": state}
 
     def begin(self, updates: int) -> None:
-        """Has the state of every weight, as after so many updates but with moments of zero: what a checkpoint fills."""
+        """Has the state of every weight, as after so many updates, for a checkpoint to fill: moments are zero where there
+        were none."""
         for adamw in self._all:
             for group in adamw.param_groups:
                 for weight in group["params"]:
+                    if weight in adamw.state:
+                        adamw.state[weight]["step"].fill_(updates)
+                        continue
                     adamw.state[weight] = {
                         # As torch makes it where updates are fused.
                         "step": torch.full((), updates, dtype=self._overflow.dtype, device=weight.device),
