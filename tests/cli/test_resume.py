@@ -300,3 +300,11 @@ def test_a_launcher_s_ranks_save_and_go_on(
     assert checkpoints(out) == ["latest", f"step-{taken + 1:08}", f"step-{taken + 2:08}"]
     assert plait.run("train", "--resume", out, "--steps", taken + 3, "--dp", 1, "--tp", 2, "--sample", 0).code == 0
     assert [line["step"] for line in lines(out)] == [*range(1, taken + 4)]
+
+
+def test_a_disk_without_room_is_refused(plait: Driver, small: Sequence[object], tmp_path: Path) -> None:
+    before = "import collections, shutil\nUsage = collections.namedtuple('Usage', 'total used free')\n"
+    before += "shutil.disk_usage = lambda path: Usage(10, 9, 1)\n"
+    ended = plait.run(*small, "--save-every", 2, "--out", tmp_path / "a" / "b", before=before)
+    ended.refused("A checkpoint of llama-tiny takes 0.0 GiB", "has 0.0 GiB free", "--out")
+    assert not (tmp_path / "a").exists()

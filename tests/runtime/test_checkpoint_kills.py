@@ -119,6 +119,27 @@ def test_p073_a_save_may_be_killed_after_any_operation(writer: Writer, two: Path
         shutil.rmtree(run)
 
 
+def test_a_step_that_is_saved_again_may_be_killed_too(writer: Writer, two: Path, tmp_path: Path) -> None:
+    """After its name and before the pointer, which must not be to the one that bore the name before."""
+    run = shutil.copytree(two, tmp_path / "run")
+    folders.set_aside(run / folders.FOLDER / folders.name_of(2))
+    again = Writer(LAYOUT, writer.model, seed=1)
+    child = os.fork()
+    if child == 0:
+
+        def kill(name: str, arguments: tuple[Any, ...], result: Any) -> None:
+            if name == "rename" and arguments[1].name == folders.name_of(2):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with listening(kill):
+            again.save(run, 2)
+        os._exit(0)
+    os.waitpid(child, 0)
+    found, damaged = folders.whole(run)
+    assert not damaged
+    assert same(loaded(*found[0]), again.values(2))
+
+
 # --- a disk that forgets
 
 

@@ -138,6 +138,7 @@ def _go_on(job: Job, checkpoints: Checkpoints, view: View | None) -> None:
         for newer in folders.steps(folder.parent):
             if (folders.step_of(newer) or 0) > (folders.step_of(folder) or 0):
                 view.set_aside(folders.set_aside(newer))
+        folders.point(folder)
 
 
 def _forget_checkpoints(job: Job, view: View) -> None:

@@ -19,7 +19,7 @@ from ..design.plan import Plan
 from ..design.rules import validate
 from ..design.table import settled
 from .flags import Values, named, resolve, takes_plan
-from .limits import refuse_check, refuse_memory
+from .limits import refuse_check, refuse_disk, refuse_memory
 
 if TYPE_CHECKING:
     from ..runtime.comm.world import Rendezvous
@@ -75,6 +75,7 @@ def train(
             typer.echo(f"{earlier.run} has taken all of its {earlier.newest.progress.steps} steps.")
             return 0
     folder = earlier.run if earlier and out is None else _folder(out, plan)
+    refuse_disk(plan, model.facts, folder)
     goes_on = earlier is not None and folder.resolve() == earlier.run.resolve()
     job = Job(
         plan, model, folder, sample=sample, prompts=prompt, track=track, earlier=earlier, goes_on=goes_on,

@@ -59,7 +59,7 @@ def opened(folder: Path) -> Index:
         raise DamagedError(folder / NAME, f"it is of step {index.progress.step}")
     pointer = folder.parent / LATEST
     if pointer.exists():
-        name, _, digest = text_of(pointer).decode(errors="replace").strip().partition(" ")
+        name, digest = _pointed(pointer)
         if name == folder.name and digest != digest_of(text_of(folder / NAME)):
             raise DamagedError(folder / NAME, f"it is not the one that {pointer} names")
     for file in index.files:
@@ -119,6 +119,7 @@ def remove(folder: Path) -> None:
     nameless = folder.with_name(folder.name + REMOVED)
     if nameless.exists():
         erase(nameless)
+    _unpoint(folder)
     disk.rename(folder, nameless)
     disk.sync_folder(folder.parent)
     erase(nameless)
@@ -130,22 +131,36 @@ def set_aside(folder: Path) -> Path:
     while aside.exists():
         number += 1
         aside = folder.with_name(f"{folder.name}{ASIDE}{number}")
+    _unpoint(folder)
     disk.rename(folder, aside)
     return aside
 
 
-def publish(partial: Path, folder: Path, digest: str) -> None:
+def _pointed(pointer: Path) -> tuple[str, str]:
+    """What a pointer says: the name of a checkpoint, and the digest of its index."""
+    name, _, digest = text_of(pointer).decode(errors="replace").strip().partition(" ")
+    return name, digest
+
+
+def _unpoint(folder: Path) -> None:
+    """Removes the pointer if it is to this checkpoint: another may come to bear its name."""
+    pointer = folder.parent / LATEST
+    if pointer.exists() and _pointed(pointer)[0] == folder.name:
+        disk.unlink(pointer)
+
+
+def publish(partial: Path, folder: Path) -> None:
     """Gives a checkpoint that is written its name, and moves the pointer to it."""
     if folder.exists():  # written again, since the run went back to before it
         remove(folder)
     disk.rename(partial, folder)
     disk.sync_folder(folder.parent)
-    point(folder, digest)
+    point(folder)
 
 
-def point(folder: Path, digest: str) -> None:
-    """Moves the pointer to a checkpoint."""
-    pointer = folder.parent / LATEST
+def point(folder: Path) -> None:
+    """Moves the pointer to a checkpoint, whose index is there."""
+    pointer, digest = folder.parent / LATEST, digest_of(text_of(folder / NAME))
     new = pointer.with_name(LATEST + PARTIAL)
     if new.exists():
         disk.unlink(new)

@@ -25,7 +25,7 @@ from ..comm.collectives import all_gather
 from ..comm.world import World
 from . import disk, folders
 from .contents import Contents, Entry, FileLayout
-from .index import NAME, Index, Saved, SavedFile, digest_of
+from .index import NAME, Index, Saved, SavedFile
 
 WORDS = 512
 """Bytes of what a rank says of a failure."""
@@ -131,7 +131,7 @@ def commit(folder: Path, text: bytes, keep: int) -> None:
         disk.write(fd, [memoryview(text)], file)
         disk.sync(fd, file)
     disk.sync_folder(place)
-    folders.publish(place, folder, digest_of(text))
+    folders.publish(place, folder)
     folders.prune(folder.parent, keep)
 
 
