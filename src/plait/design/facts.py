@@ -58,6 +58,12 @@ class ParameterFact:
     def elements(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def width_across(self) -> int:
+        """Of a matrix (or a stack of them) that is cut: the size of its other side."""
+        assert self.cut is not None
+        return self.shape[(len(self.shape) - 1) + (len(self.shape) - 2) - self.cut]
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -65,7 +71,9 @@ class ModelFacts:
     block's output is (none given: `hidden`, and logits follow); `heads` is 0 where plait knows of none. `head` names the
     module that gives the logits, `whole_logits` what is done to them after it that takes more than each by itself (empty:
     nothing is), `experts_per_token` how many experts of a layer a token goes to (0: there are none), `attention_dropout`
-    which share of its attention weights training drops."""
+    which share of its attention weights training drops, `shared_keys` how many columns of the keys are one for all heads
+    (DeepSeek's, turned by positions; 0: none are), `cannot` which choices of a plan do not go with the model ("tp" above
+    1, "attention plait"), each with why and what else to set."""
 
     family: str
     blocks: int
@@ -80,6 +88,8 @@ class ModelFacts:
     attention_dropout: float = 0.0
     widths: tuple[int, ...] = ()
     whole_logits: str = ""
+    shared_keys: int = 0
+    cannot: tuple[tuple[str, str], ...] = ()
 
     @property
     def elements(self) -> int:

@@ -250,6 +250,16 @@ def own_attention_drops_nothing(plan: Plan, facts: ModelFacts) -> str | None:
     )
 
 
+def model_can(plan: Plan, facts: ModelFacts) -> str | None:
+    """What a family's class does not go with: a field with a value, or a degree above 1."""
+    for choice, why in facts.cannot:
+        field, _, value = choice.partition(" ")
+        given = getattr(plan, field)
+        if given == value or (not value and given > 1):
+            return f"{field} {given} does not go with this {facts.family} model, {why}."
+    return None
+
+
 def evaluation_is_asked_for(plan: Plan, facts: ModelFacts) -> str | None:
     if plan.eval_every or not plan.eval_data:
         return None
@@ -261,6 +271,7 @@ RULES: tuple[Rule, ...] = (
     blocks_are_dealt, tensors_divide, shares_are_of_several, something_trains, recomputation_has_something,
     loss_is_in_chunks, master_is_alone_with_its_ranks, orders_are_of_several, sums_keep_what_they_add,
     scale_is_for_fp16, sequence_fits, warm_up_ends, own_attention_drops_nothing, evaluation_is_asked_for,
+    model_can,
 )  # fmt: skip
 
 

@@ -55,6 +55,8 @@ class Dropping(TorchFunctionMode):
         whole = list(x.shape[1:])
         if heads is not None:
             whole[0] = heads[2]
+        if len(x) > len(self._samples) > 0 and heads is None:  # some flatten rows and tokens (OPT)
+            return self.draw(x.unflatten(0, (len(self._samples), -1)), p).flatten(0, 1)
         keep = []
         for sample in self._samples[: x.shape[0]]:
             key = f"{self._seed}/{self._step}/{sample}/{self._block}/{self._call}".encode()
@@ -102,7 +104,7 @@ def keyed(weights: Tensor, p: float, *, heads: tuple[int, int, int] | None) -> T
 
 def drops(model: nn.Module) -> bool:
     """Whether a model drops anything: a module for it with a share above 0, or attention that is told one."""
-    shares = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout")
+    shares = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout")
     return any(
         (isinstance(module, nn.Dropout) and module.p > 0)
         or any(isinstance(share := getattr(module, name, 0), float) and share > 0 for name in shares)

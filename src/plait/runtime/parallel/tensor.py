@@ -2,7 +2,11 @@
 
     colwise            x whole -> copy -> x Wᵀ[own rows]            output cut in its last dim
     rowwise            x cut -> x Wᵀ[own columns] -> sum (+ bias)   output whole
+    rowwise_split_input   x whole -> own slice -> rowwise
+    colwise_gather_output   colwise -> gather                    output whole
     embedding_rowwise  tokens -> rows of the own slice, 0 elsewhere -> sum
+    embedding_colwise  tokens -> own columns of their rows -> gather
+    mla_kv_a_proj      x whole -> x Wᵀ -> latent | turned -> gradient of what is turned summed
     moe_tp_experts     x whole -> copy -> every expert's own columns and rows -> sum
 
 A module keeps its class and its parameters (the local slices); only its instance's forward is replaced. Which dims are
@@ -15,6 +19,7 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -43,13 +48,15 @@ class SharedInput:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._seen: weakref.ref[Tensor] | None = None
-        self._version = 0
+        self._version = (0, True)
         self._copy: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._copy is None or self._seen is None or self._seen() is not x or self._version != x._version:
+        # A copy made where there is no graph (in attention that backward runs again) is none for who has one.
+        version = (x._version, torch.is_grad_enabled())
+        if self._copy is None or self._seen is None or self._seen() is not x or self._version != version:
             self._copy = differentiable.copy(x, self._group, why="column-parallel input gradient")
-            self._seen, self._version = weakref.ref(x), x._version
+            self._seen, self._version = weakref.ref(x), version
         return self._copy
 
     def forget(self) -> None:
@@ -59,29 +66,33 @@ class SharedInput:
 
 def split(
     module: nn.Module, row: Style, group: Group, shared: SharedInput, *, start: int, gather: bool, transposed: bool,
-    multiply: Multiply,
+    multiply: Multiply, turned: int = 0,
 ) -> None:  # fmt: skip
     """Replaces the forward of `module`, whose parameters are (or will be) this rank's slices. `start` is the first row of
     an embedding's slice; `gather` whether a style that gathers its output does so here; `transposed` whether the weight
-    is [in, out]; `multiply` what a linear layer multiplies by (split_backward.py's, or `product`)."""
+    is [in, out]; `multiply` what a linear layer multiplies by (split_backward.py's, or `product`); `turned` how many of
+    its last columns each rank's own heads read."""
     forward: Callable[..., Tensor]
     if isinstance(module, nn.Embedding):
-        forward = _embedding(module, group, start)
+        forward = _columns(module, group) if row.leave == "gather" else _embedding(module, group, start)
     elif row.cuts == "both":
         forward = _experts(module, group, shared)
     else:
-        forward = _linear(module, row, group, shared, gather, transposed, multiply)
+        forward = _linear(module, row, group, shared, gather, transposed, multiply, turned)
     module.forward = forward
 
 
 def _linear(
-    module: nn.Module, row: Style, group: Group, shared: SharedInput, gather: bool, transposed: bool, multiply: Multiply
-) -> Forward:
+    module: nn.Module, row: Style, group: Group, shared: SharedInput, gather: bool, transposed: bool, multiply: Multiply,
+    turned: int,
+) -> Forward:  # fmt: skip
     def forward(x: Tensor) -> Tensor:
         weight: nn.Parameter = module.weight  # type: ignore[assignment]
         bias: nn.Parameter | None = module.bias  # type: ignore[assignment]
         if row.enter == "copy":
             x = shared(x)
+        elif row.enter == "slice":
+            x = differentiable.slice(x, group, why="row-parallel input gradient")
         if row.leave == "sum":
             # The bias is whole on every rank: added after the sum, once.
             y = differentiable.sum(multiply(x, weight, None, transposed=transposed), group, why="row-parallel output")
@@ -89,6 +100,8 @@ def _linear(
         y = multiply(x, weight, bias, transposed=transposed)
         if row.leave == "gather" and gather:
             y = differentiable.gather(y, group, why="column-parallel output")
+        elif row.leave == "turned":
+            y = differentiable.copy_last(y, turned, group, why="shared keys' gradient")
         return y
 
     return forward
@@ -99,11 +112,13 @@ def _experts(module: nn.Module, group: Group, shared: SharedInput) -> Callable[.
     token is a part of the sum, and so is the gradient of the weight that the token was routed with."""
     whole = module.forward
 
+    def weights(t: Tensor) -> Tensor:
+        # Summed in fp32 or wider, whatever type the router leaves them in.
+        summed = t.to(torch.promote_types(t.dtype, torch.float32))
+        return differentiable.copy(summed, group, why="routing weights' gradient").to(t.dtype)
+
     def forward(x: Tensor, *routing: Tensor) -> Tensor:
-        copies = [
-            differentiable.copy(t, group, why="routing weights' gradient") if t.is_floating_point() else t
-            for t in routing
-        ]
+        copies = [weights(t) if t.is_floating_point() else t for t in routing]
         return differentiable.sum(whole(shared(x), *copies), group, why="row-parallel output")
 
     return forward
@@ -120,5 +135,14 @@ def _embedding(module: nn.Embedding, group: Group, start: int) -> Forward:
         module.padding_idx = padding - start if padding is not None and 0 <= padding - start < rows else None
         found = lookup(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
         return differentiable.sum(found, group, why="row-parallel output")
+
+    return forward
+
+
+def _columns(module: nn.Embedding, group: Group) -> Forward:
+    lookup = module.forward
+
+    def forward(tokens: Tensor) -> Tensor:
+        return differentiable.gather(lookup(tokens), group, why="column-parallel output")
 
     return forward

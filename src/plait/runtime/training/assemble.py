@@ -309,6 +309,7 @@ def _replace_forwards(
                 tensor.split(
                     module, row, group, shared, start=_first_row(parameter, world), gather=name != model.facts.head,
                     transposed=bool(is_transposed), multiply=owed.linear if owed is not None else tensor.product,
+                    turned=model.facts.shared_keys,
                 )  # fmt: skip
     return later
 
