@@ -33,7 +33,8 @@ class ParameterFact:
     input (modules that read one and the same tensor, as q, k and v do, share the name), `decays` says whether weight
     decay applies (matrices: yes; norms and biases: no), `tied` names the further modules that use this very parameter,
     each with its style, and `tied_blocks` the block of each of those (none given: all after the blocks). `kind` is
-    "frozen" where the model itself keeps it as it is; a plan may freeze others.
+    "frozen" where the model itself keeps it as it is; a plan may freeze others. `looked_up` is untrue of a matrix before
+    the blocks that multiplies, and is no table.
     """
 
     module: str
@@ -49,6 +50,7 @@ class ParameterFact:
     tied: tuple[tuple[str, str | None], ...] = ()
     tied_blocks: tuple[int, ...] = ()
     kind: Literal["weight", "frozen"] = "weight"
+    looked_up: bool = True
 
     @property
     def name(self) -> str:

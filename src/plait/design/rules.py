@@ -250,6 +250,20 @@ def own_attention_drops_nothing(plan: Plan, facts: ModelFacts) -> str | None:
     )
 
 
+def tied_ends_are_cut_alike(plan: Plan, facts: ModelFacts) -> str | None:
+    """Of one weight that two modules use a tp rank has one slice."""
+    for parameter in facts.parameters if plan.tp > 1 else ():
+        cuts = [style(name, module).cuts if name else "none" for module, name in parameter.tied]
+        own = style(parameter.style, parameter.module).cuts if parameter.style else "none"
+        if any(other != own for other in cuts):
+            names = f"{parameter.style or 'no style'} and {parameter.tied[0][1] or 'no style'}"
+            return (
+                f"{parameter.module} and {parameter.tied[0][0]} use one weight, which their styles ({names}) cut in two "
+                "ways: set tp 1."
+            )
+    return None
+
+
 def model_can(plan: Plan, facts: ModelFacts) -> str | None:
     """What a family's class does not go with: a field with a value, or a degree above 1."""
     for choice, why in facts.cannot:
@@ -271,7 +285,7 @@ RULES: tuple[Rule, ...] = (
     blocks_are_dealt, tensors_divide, shares_are_of_several, something_trains, recomputation_has_something,
     loss_is_in_chunks, master_is_alone_with_its_ranks, orders_are_of_several, sums_keep_what_they_add,
     scale_is_for_fp16, sequence_fits, warm_up_ends, own_attention_drops_nothing, evaluation_is_asked_for,
-    model_can,
+    tied_ends_are_cut_alike, model_can,
 )  # fmt: skip
 
 

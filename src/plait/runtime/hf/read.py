@@ -346,6 +346,7 @@ def _facts(config: Any) -> ModelFacts:
                 pieces=pieces(plan, module_name, module, parent, tensor_name, tensor, dim, config),
                 reads=plan.read_by(module_name),
                 decays=tensor.dim() > 1,
+                looked_up=isinstance(module, nn.Embedding),
             )
     return ModelFacts(
         family=config.model_type,
