@@ -25,6 +25,7 @@ from plait.design.sharding import shard
 from plait.design.styles import ALIASES, REFUSED, STYLES, style
 from plait.runtime.comm.nursery import launch
 from plait.runtime.comm.world import Rendezvous, World
+from plait.runtime.hf.attention import attention
 from plait.runtime.hf.read import read
 from plait.runtime.hf.tensor_plan import TensorPlan, cut_dim
 from plait.runtime.parallel import tensor
@@ -193,3 +194,38 @@ def test_attention_that_runs_again_beside_its_mlp(nursery: Nursery, tmp_path: Pa
     assert len(shard(read(folder).facts, Plan(tp=2)).parameters) > 10
     verdict = Verdict.from_json(nursery(attention_again, folder))
     assert verdict.passed, (verdict.first, verdict.cause)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "choice", "words"),
+    [
+        ("bloom", {}, {}, "attention plait does not go with this bloom model.* set attention own"),
+        ("bloom", {}, {"attention": "own", "recompute": "attention"}, "recompute attention .* set recompute full"),
+        ("bloom", {"slow_but_exact": True}, {"attention": "own", "tp": 2}, "tp 2 .* slow_but_exact false"),
+        ("gpt_neo", {}, {}, "attention plait .* set attention own"),
+        ("stablelm", {"qk_layernorm": True}, {"tp": 2}, "tp 2 .* a norm for each head.* set tp 1"),
+        ("cohere", {"use_qk_norm": True}, {"tp": 4}, "tp 4 .* set tp 1"),
+        ("phimoe", {"sliding_window": 6}, {}, "attention plait .* not told its window"),
+        ("falcon, one KV head", {}, {"attention": "own", "tp": 2}, "tp 2 does not divide the 1 KV heads"),
+    ],
+)
+def test_what_does_not_go_with_a_family(
+    tmp_path: Path, family: str, changes: dict[str, Any], choice: dict[str, Any], words: str
+) -> None:
+    """Refused by a sentence whose advice, followed, is accepted."""
+    facts = read(write(tmp_path, family, **changes)).facts
+    with pytest.raises(PlanError, match=words):
+        validate(Plan(seq=16, **choice), facts)
+    way: dict[str, Any] = {"attention": "own"} if "attention plait" in words else {"tp": 1}
+    way = {"recompute": "full"} if "recompute" in words else way
+    validate(Plan(seq=16, **choice | way), facts)
+
+
+def test_mask_and_biases_of_a_class_are_not_left_out() -> None:
+    """What plait's attention does not know, and a class hands over, is refused when it does."""
+    q = torch.zeros(1, 2, 3, 4)
+    for given in ({"position_bias": q}, {"sinks": q}):
+        with pytest.raises(NotImplementedError, match=f"no {next(iter(given))}, which Linear"):
+            attention(nn.Linear(1, 1), q, q, q, None, **given)  # type: ignore[arg-type]
+    with pytest.raises(NotImplementedError, match="no mask"):
+        attention(nn.Linear(1, 1), q, q, q, q)
