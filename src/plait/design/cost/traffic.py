@@ -92,13 +92,10 @@ def _of_modules(
         if name is None:
             continue
         row = style(name, module)
-        if plan.sp and fact.block is not None:
-            if reached and row.cuts == "both":
-                yield (ROUTING, "all_reduce"), facts.experts_per_token
-            continue
         again = _recomputed(plan, fact)
         times = 1 + (reached and again)
-        if row.leave == "sum":
+        branch = plan.sp and fact.block is not None  # whose sums and inputs _sequence counts
+        if row.leave == "sum" and not branch:
             yield from ((("row-parallel output", "all_reduce"), fact.width_across) for _ in range(times))
         if row.leave == "gather" and module != facts.head:  # whose output the loss reads cut
             yield from ((("column-parallel output", "all_gather"), _gathered(sharding, fact)) for _ in range(times))
@@ -106,7 +103,7 @@ def _of_modules(
             continue
         # q, k and v read one input: its gradient is summed once. Attention that runs again reads it by itself.
         once = (reads, again and plan.recompute == "attention")
-        if row.enter == "copy" and once not in read:
+        if row.enter == "copy" and once not in read and not branch:
             read.add(once)
             yield ("column-parallel input gradient", "all_reduce"), fact.width_across
         if row.enter == "slice":

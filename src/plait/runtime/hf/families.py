@@ -24,3 +24,12 @@ REFUSED = {
     "mamba2": "carries a state through a row, across the documents in it, and has no tensor plan",
 }
 """Why these are not among them."""
+
+ON_OWN_TOKENS = (
+    "arcee", "bloom", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2",
+    "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "granite", "granite_swa", "llama", "ministral3", "mistral", "mixtral",
+    "mpt", "nemotron", "olmo", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm",
+    "starcoder2", "vaultgemma",
+)  # fmt: skip
+"""Families whose blocks may have some tokens of every row each (sp): nothing in them looks from one token to others, or at
+how many there are, but attention and MLP, and no rank does in a branch what all others do, but for a router."""

@@ -31,14 +31,10 @@ from ...design.styles import STYLES
 from . import weights as real
 from .after_head import after_head
 from .attention import PLAIT
-from .families import FAMILIES, REFUSED
+from .families import FAMILIES, ON_OWN_TOKENS, REFUSED
 from .files import INDEX, SINGLE
 from .initial import find_tied
 from .tensor_plan import cut_dim, forbids, kv_heads, pieces, tensor_plan
-
-ON_OWN_TOKENS = ("gemma2", "gemma3_text", "gpt2", "llama", "mistral", "mixtral", "phi3", "qwen3")
-"""Families whose blocks may have some tokens of every row each: nothing in them looks from one token to others, or at how
-many there are, but attention and MLP."""
 
 BLOCK_LISTS = ("layers", "h", "blocks", "block", "layer")
 TOKENIZER = "tokenizer.json"
