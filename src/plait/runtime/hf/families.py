@@ -31,5 +31,5 @@ ON_OWN_TOKENS = (
     "mpt", "nemotron", "olmo", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm",
     "starcoder2", "vaultgemma",
 )  # fmt: skip
-"""Families whose blocks may have some tokens of every row each (sp): nothing in them looks from one token to others, or at
-how many there are, but attention and MLP, and no rank does in a branch what all others do, but for a router."""
+"""Families whose blocks may have some tokens of every row each (sp): nothing in them looks from one token to others, or
+at how many there are, but attention and MLP, and no rank does in a branch what all others do, but for a router."""
