@@ -127,7 +127,7 @@ def test_the_advice_is_good(plait: Driver, small: Sequence[object], refused: Ref
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("train", "llama-tin"), "Did you mean 'llama-tiny'? Presets: gemma2-tiny, "),
+        (("train", "llama-tin"), "Did you mean 'llama-tiny'? Presets: bloom-tiny, "),
         (("train",), "plait train needs a MODEL: a preset"),
         (("train", "no/such/folder"), "There is no preset or directory 'no/such/folder'."),
         (("train", "x" * 300), "file name too long"),
@@ -266,8 +266,10 @@ def test_a_name_with_a_newline_stays_in_one_line(refused: Refusals) -> None:
         ("{}", "has no model_type"),
         ({"model_type": None}, "has no model_type"),
         ({"model_type": "lama"}, "Did you mean 'llama'?"),
-        ({"model_type": "nothing"}, "model_type 'nothing'; this version has proven gemma2, "),
-        ({"model_type": "qwen2"}, "model_type 'qwen2'; this version has proven gemma2, "),
+        ({"model_type": "nothing"}, "model_type 'nothing'; this version has proven arcee, "),
+        ({"model_type": "persimmon"}, "model_type 'persimmon'; this version has proven arcee, "),
+        ({"model_type": "mamba"}, "model_type 'mamba', which carries a state through a row, across the documents"),
+        ({"model_type": "doge"}, "this version does not lay it out"),
         ({"hidden_size": -1}, "has hidden_size -1; it must be a whole number from 1"),
         ({"hidden_size": 0}, "has hidden_size 0"),
         ({"hidden_size": "64"}, "has hidden_size '64'"),

@@ -50,17 +50,11 @@ def two_layers(style: str) -> Any:
                 second.bias.copy_(bias_down)
             shared = tensor.SharedInput(group)
             into = STYLES["colwise" if style == "rowwise" else style]
-            tensor.split(first, into, group, shared, start=0, gather=True, transposed=False, multiply=tensor.product)
-            tensor.split(
-                second,
-                STYLES["rowwise"],
-                group,
-                shared,
-                start=0,
-                gather=True,
-                transposed=False,
-                multiply=tensor.product,
-            )
+            how: dict[str, Any] = {
+                "enter": shared, "add": None, "start": 0, "transposed": False, "multiply": tensor.product,
+            }  # fmt: skip
+            tensor.split(first, into, group, sizes=[2] * 4, **how)
+            tensor.split(second, STYLES["rowwise"], group, sizes=None, **how)
             mine_x = x.clone().requires_grad_(True)
             mine = first(mine_x)
             if style == "rowwise":
@@ -122,7 +116,7 @@ def test_a_group_of_one_moves_nothing() -> None:
     x = torch.ones(2)
     assert differentiable.copy(x, alone, why="-") is x
     assert differentiable.sum(x, alone, why="-") is x
-    assert differentiable.gather(x, alone, why="-") is x
+    assert differentiable.gather(x, alone, [2], why="-") is x
     assert alone.ledger.rows(0) == []
 
 

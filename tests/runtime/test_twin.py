@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -276,3 +277,25 @@ def test_a_twin_trains_on_eight_ranks_as_on_one(nursery: Nursery, tmp_path: Path
     one = nursery(losses, str(tmp_path), 1, 1, 1)[0]
     for rank in nursery(losses, str(tmp_path), 2, 2, 2):
         assert rank == pytest.approx(one, rel=1e-7)
+
+
+OF_OTHERS: dict[str, dict[str, Any]] = {
+    "gptj": {}, "opt": {}, "gpt_neo": {"vocab_size": 50304}, "mpt": {"vocab_size": 50368}, "gpt_oss": {}, "minicpm3": {},
+    "bloom": {"hidden_size": 1024, "n_layer": 24, "n_head": 16}, "olmo2": {}, "qwen3_moe": {}, "smollm3": {},
+    "falcon": {"hidden_size": 4096, "num_attention_heads": 64, "new_decoder_architecture": True, "num_kv_heads": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", OF_OTHERS)
+def test_twins_of_other_families(family: str) -> None:
+    """Of the sizes that their configs have by default: a twin has every part that the model has, and the same answers."""
+    config = transformers.AutoConfig.for_model(family, **OF_OTHERS[family])
+    whole, plan = from_config(family, config), Plan(tp=2, attention="own", seq=16)
+    small = twin(whole, plan)
+    assert small.model.facts.elements < SMALL_MODEL * 2
+    assert answers(plan, whole) == answers(small.plan, small.model)
+    # Every kind of parameter, with its style.
+    kinds = [
+        {(re.sub(r"\d+", "*", p.name), p.style) for p in facts.parameters} for facts in (whole.facts, small.model.facts)
+    ]
+    assert kinds[0] == kinds[1]

@@ -22,9 +22,10 @@ from plait.design.plan import Plan
 from plait.design.sharding import shard
 from plait.runtime.batch import Batch
 from plait.runtime.hf import weights as real
-from plait.runtime.hf.read import FAMILIES, Model, read
+from plait.runtime.hf.read import Model, read
 from plait.runtime.hf.stage_model import StageModel
 from plait.runtime.hf.whole import WholeModel
+from tests.families import CONFIGS, OTHERS
 from tests.nursery import Nursery
 
 SIZES = {
@@ -44,7 +45,8 @@ CPU = torch.device("cpu")
 def instance(family: str, **changes: Any) -> Any:
     """A model of a family with weights that are no initial ones: norms and biases too."""
     sizes = {key: SIZES[key] for key in ("vocab_size", "bos_token_id", "eos_token_id")} if family == "gpt2" else SIZES
-    config = AutoConfig.for_model(family, **{**sizes, **OWN.get(family, {}), **changes})
+    values = OTHERS.get(family) or {**sizes, **OWN.get(family, {})}
+    config = AutoConfig.for_model(family.partition(",")[0], **{**values, **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -62,8 +64,12 @@ def held(model: Model, layout: dict[str, int]) -> Iterator[tuple[str, int, Tenso
     """Of every rank: each parameter's name, its tensor, and the boxes it stands for."""
     plan = Plan(model=model.name, **layout)
     sharding = shard(model.facts, plan)
+    attention = "own" if "attention plait" in dict(model.facts.cannot) else "plait"
     for rank in range(plan.world):
-        stage = StageModel(model, sharding, rank, sharding.mesh.coordinate(rank)["pp"], torch.float32, seed=plan.seed)
+        stage = StageModel(
+            model, sharding, rank, sharding.mesh.coordinate(rank)["pp"], torch.float32, seed=plan.seed,
+            attention=attention,
+        )  # fmt: skip
         stage.materialise(sharding, rank, plan.seed, CPU, {})
         assert not any(tensor.is_meta for tensor in (*stage.module.parameters(), *stage.module.buffers()))
         for name, tensor in stage.parameters().items():
@@ -85,7 +91,7 @@ def assert_saved(model: Model, saved: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": "20KB"}], ids=["single", "sharded"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CONFIGS)
 def test_every_rank_holds_the_saved_bits(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     own = instance(family)
     model = read(str(save(own, tmp_path, **options)))
@@ -96,6 +102,13 @@ def test_every_rank_holds_the_saved_bits(family: str, options: dict[str, Any], t
     expected = own.train()(input_ids=tokens).logits
     found = WholeModel(model, 7, torch.float32).forward(Batch.of(torch.cat((tokens, tokens[:, :1]), 1)))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", [family for family in OTHERS if "one KV head" not in family])
+def test_so_it_does_of_other_families(family: str, tmp_path: Path) -> None:
+    """Of a file in the names and pieces that their published weights have."""
+    own = instance(family)
+    assert_saved(read(str(save(own, tmp_path))), own.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,8 @@ class ParameterFact:
     input (modules that read one and the same tensor, as q, k and v do, share the name), `decays` says whether weight
     decay applies (matrices: yes; norms and biases: no), `tied` names the further modules that use this very parameter,
     each with its style, and `tied_blocks` the block of each of those (none given: all after the blocks). `kind` is
-    "frozen" where the model itself keeps it as it is; a plan may freeze others.
+    "frozen" where the model itself keeps it as it is; a plan may freeze others. `looked_up` is untrue of a matrix before
+    the blocks that multiplies, and is no table.
     """
 
     module: str
@@ -58,6 +59,7 @@ class ParameterFact:
     tied: tuple[tuple[str, str | None], ...] = ()
     tied_blocks: tuple[int, ...] = ()
     kind: Literal["weight", "frozen"] = "weight"
+    looked_up: bool = True
 
     @property
     def name(self) -> str:
@@ -75,6 +77,12 @@ class ParameterFact:
         prefix, _, inside = self.module.partition(f".{self.block}.")
         return f"{prefix}.{self.block}.{inside.partition('.')[0]}"
 
+    @property
+    def width_across(self) -> int:
+        """Of a matrix (or a stack of them) that is cut: the size of its other side."""
+        assert self.cut is not None
+        return self.shape[(len(self.shape) - 1) + (len(self.shape) - 2) - self.cut]
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -83,7 +91,9 @@ class ModelFacts:
     module that gives the logits, `whole_logits` what is done to them after it that takes more than each by itself (empty:
     nothing is), `experts_per_token` how many experts of a layer a token goes to (0: there are none), `attention_dropout`
     which share of its attention weights training drops, `whole_rows` why its blocks cannot have some tokens of a row each
-    (empty: they can)."""
+    (empty: they can), `shared_keys` how many columns of the keys are one for all heads
+    (DeepSeek's, turned by positions; 0: none are), `cannot` which choices of a plan do not go with the model ("tp" above
+    1, "attention plait"), each with why and what else to set."""
 
     family: str
     blocks: int
@@ -99,6 +109,8 @@ class ModelFacts:
     widths: tuple[int, ...] = ()
     whole_logits: str = ""
     whole_rows: str = ""
+    shared_keys: int = 0
+    cannot: tuple[tuple[str, str], ...] = ()
 
     @property
     def elements(self) -> int:

@@ -33,6 +33,7 @@ class Part:
     block: int | None
     compute: Layout
     kind: Literal["weight", "frozen"] = "weight"
+    looked_up: bool = True
 
     @property
     def trains(self) -> bool:

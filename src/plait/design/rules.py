@@ -121,7 +121,9 @@ def _uncut(parameter: ParameterFact, facts: ModelFacts, tp: int) -> str | None:
             continue
         if piece.grain is None:
             what = {facts.vocabulary: "vocabulary rows"}.get(piece.length, "columns")
-            return f"tp {tp} is more than the {piece.length} {what} of {parameter.name}"
+            if piece.quantum > 1:
+                what = "groups of heads, side by side,"
+            return f"tp {tp} is more than the {piece.quanta} {what} of {parameter.name}"
         group = facts.heads // facts.kv_heads
         has = f"the {facts.kv_heads} KV heads ({facts.heads} heads in groups of {group}) of {parameter.name}"
         if tp % facts.kv_heads:
@@ -273,6 +275,30 @@ def own_attention_drops_nothing(plan: Plan, facts: ModelFacts) -> str | None:
     )
 
 
+def tied_ends_are_cut_alike(plan: Plan, facts: ModelFacts) -> str | None:
+    """Of one weight that two modules use a tp rank has one slice."""
+    for parameter in facts.parameters if plan.tp > 1 else ():
+        cuts = [style(name, module).cuts if name else "none" for module, name in parameter.tied]
+        own = style(parameter.style, parameter.module).cuts if parameter.style else "none"
+        if any(other != own for other in cuts):
+            names = f"{parameter.style or 'no style'} and {parameter.tied[0][1] or 'no style'}"
+            return (
+                f"{parameter.module} and {parameter.tied[0][0]} use one weight, which their styles ({names}) cut in two "
+                "ways: set tp 1."
+            )
+    return None
+
+
+def model_can(plan: Plan, facts: ModelFacts) -> str | None:
+    """What a family's class does not go with: a field with a value, or a degree above 1."""
+    for choice, why in facts.cannot:
+        field, _, value = choice.partition(" ")
+        given = getattr(plan, field)
+        if given == value or (not value and given > 1):
+            return f"{field} {given} does not go with this {facts.family} model, {why}."
+    return None
+
+
 def evaluation_is_asked_for(plan: Plan, facts: ModelFacts) -> str | None:
     if plan.eval_every or not plan.eval_data:
         return None
@@ -285,6 +311,7 @@ RULES: tuple[Rule, ...] = (
     recomputation_has_something,
     loss_is_in_chunks, master_is_alone_with_its_ranks, orders_are_of_several, sums_keep_what_they_add,
     scale_is_for_fp16, sequence_fits, warm_up_ends, own_attention_drops_nothing, evaluation_is_asked_for,
+    tied_ends_are_cut_alike, model_can,
 )  # fmt: skip
 
 

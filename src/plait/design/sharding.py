@@ -256,6 +256,7 @@ def shard(facts: ModelFacts, plan: Plan) -> Sharding:
                 block=fact.block,
                 compute=layout,
                 kind="weight" if plan.trains(fact) else "frozen",
+                looked_up=fact.looked_up,
             )
             parts.append(part)
             start += piece.length
@@ -316,7 +317,7 @@ def _in_backward(sharding: Sharding, stage: int, place: str, numbers: Sequence[i
     """Whether backward reads any of the parameters of these numbers, which stand at one place of a stage."""
     held = [sharding.parameters[number].first for number in numbers]
     if place == BEFORE:
-        return sharding.reaches(stage, -1) and not all(part.decays for part in held)
+        return sharding.reaches(stage, -1) and not all(part.decays and part.looked_up for part in held)
     if place == AFTER:
         before = sharding.parameters[: numbers[-1] + 1]
         return sharding.reaches(stage, None) or any(one.first.trains for one in before)

@@ -5,12 +5,12 @@ A fault goes into the ranks alone; neither the reference nor the checker is told
 
 from __future__ import annotations
 
-from . import batch, chunks, frozen, master, pipeline, precision, recompute, sequence, sums, weights, zero
+from . import batch, chunks, families, frozen, master, pipeline, precision, recompute, sequence, sums, weights, zero
 from .fault import Fault
 
 FAULTS: dict[str, Fault] = {
     fault.name: fault
-    for room in (sums, batch, pipeline, weights, zero, recompute, chunks, precision, frozen, master, sequence)
+    for room in (sums, batch, pipeline, weights, zero, recompute, chunks, precision, frozen, master, families, sequence)
     for fault in room.FAULTS
 }
 """Every planted fault by name."""

@@ -4,6 +4,7 @@ Symbols: b rows of a microbatch (their mean: m b are the rows of a dp rank), s t
 microbatches, e bytes of an element of compute.
 
     tp   each block        forward 2 sums, backward 2 sums, of b s h e each, m times
+                           (more, and as wide as their layers, where a plan gathers, or has experts or latent attention)
          recomputed blocks their forward's sums once more
          embedding, head   one sum forward, one backward, of b s h e
          loss              two sums of b s (the maximum), 2 b s (sum of exponentials, target's logit), in fp32; in
@@ -23,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ..facts import ModelFacts
+from ..facts import ModelFacts, ParameterFact
 from ..per_token import in_attention
 from ..plan import Plan, shape_after, stage_blocks
 from ..precision import ELEMENT, WIDE
@@ -33,6 +34,8 @@ from ..sharding import Sharding, buckets, needed, shard
 from ..styles import style
 from ..table import table
 from ..unit import gathers
+
+ROUTING = "routing weights' gradient"
 
 
 def traffic(plan: Plan, facts: ModelFacts, *, wide: bool = False) -> list[Traffic]:
@@ -62,41 +65,59 @@ def _tensor(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, comput
     place = plan.mesh.coordinate(rank)["pp"]
     # All of a step's, over its microbatches.
     tokens = sum(plan.microbatch_rows) * plan.seq
-    whole = tokens * facts.hidden * compute
     if plan.sp:
         yield from _sequence(plan, facts, sharding, rank, compute)
+    widths: dict[tuple[str, str], list[int]] = defaultdict(list)
     # A stage reads its inputs and writes its outputs by itself, also where another is on the same rank.
-    inputs = outputs = experts = 0
     for stage in sharding.stages_at(place):
-        read: set[str] = set()
-        for module, reads, reached in _modules(facts, sharding, stage):
-            name = facts.styles[module]
-            if name is None:
-                continue
-            row = style(name, module)
-            if plan.sp and facts.block_of[module] is not None:
-                experts += reached and row.cuts == "both"
-                continue
-            if row.enter == "copy" and reached:
-                read.add(reads)  # q, k and v read one input: its gradient is summed once
-            again = reached and _recomputed(plan, facts, module)
-            outputs += (row.leave == "sum") * (1 + again)
-            experts += reached and row.cuts == "both"
-        inputs += len(read)
-    m = plan.microbatches
-
-    def sums(why: str, count: int, payload: int) -> Iterator[Traffic]:
-        if count:
-            yield Traffic(rank, "tp", why, "all_reduce", plan.tp, m * count, count * payload)
-
-    yield from sums("row-parallel output", outputs, whole)
-    yield from sums("column-parallel input gradient", inputs, whole)
-    yield from sums("routing weights' gradient", experts, tokens * facts.experts_per_token * loss)
+        for call, width in _of_modules(plan, facts, sharding, stage):
+            widths[call].append(width)
+    for (why, operation), found in widths.items():
+        item = loss if why == ROUTING else compute
+        yield Traffic(rank, "tp", why, operation, plan.tp, plan.microbatches * len(found), tokens * sum(found) * item)
     yield from _copies(plan, sharding, rank, compute)
     if plan.placement[-1] == place and facts.head_weight.cut is not None:
         calls = sum(len(plan.tokens_at_once(rows * plan.seq)) for rows in plan.microbatch_rows)
         for why, numbers in (("loss: maximum", tokens), ("loss: sums", 2 * tokens)):
             yield Traffic(rank, "tp", why, "all_reduce", plan.tp, calls, numbers * loss)
+
+
+def _of_modules(
+    plan: Plan, facts: ModelFacts, sharding: Sharding, stage: int
+) -> Iterator[tuple[tuple[str, str], int]]:  # fmt: skip
+    """What each module of a stage moves for a microbatch, as (why, operation), and how wide it is."""
+    read: set[tuple[str, bool]] = set()
+    for module, fact, reads, reached in _modules(facts, sharding, stage):
+        name = facts.styles[module]
+        if name is None:
+            continue
+        row = style(name, module)
+        again = _recomputed(plan, fact)
+        times = 1 + (reached and again)
+        branch = plan.sp and fact.block is not None  # whose sums and inputs _sequence counts
+        if row.leave == "sum" and not branch:
+            yield from ((("row-parallel output", "all_reduce"), fact.width_across) for _ in range(times))
+        if row.leave == "gather" and module != facts.head:  # whose output the loss reads cut
+            yield from ((("column-parallel output", "all_gather"), _gathered(sharding, fact)) for _ in range(times))
+        if not reached:
+            continue
+        # q, k and v read one input: its gradient is summed once. Attention that runs again reads it by itself.
+        once = (reads, again and plan.recompute == "attention")
+        if row.enter == "copy" and once not in read and not branch:
+            read.add(once)
+            yield ("column-parallel input gradient", "all_reduce"), fact.width_across
+        if row.enter == "slice":
+            yield ("row-parallel input gradient", "all_gather"), _gathered(sharding, fact)
+        if row.leave == "turned":
+            yield ("shared keys' gradient", "all_reduce"), facts.shared_keys
+        if row.cuts == "both":
+            yield (ROUTING, "all_reduce"), facts.experts_per_token
+
+
+def _gathered(sharding: Sharding, fact: ParameterFact) -> int:
+    """How wide the slices are together that are gathered of what a parameter cuts: each as wide as the widest."""
+    sizes = sharding.slices(fact.name)
+    return max(sizes) * len(sizes)
 
 
 def _sequence(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, compute: int) -> Iterator[Traffic]:
@@ -119,7 +140,7 @@ def _sequence(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, comp
             reached = sharding.reaches(stage, block)
             for branch in facts.branches[block]:
                 inside = [fact for fact in facts.parameters if fact.branch == branch]
-                times = 1 + (reached and any(_recomputed(plan, facts, fact.module) for fact in inside))
+                times = 1 + (reached and any(_recomputed(plan, fact) for fact in inside))
                 count("own tokens to whole rows", "all_gather", times)
                 count("partial sums to own tokens", "reduce_scatter", times)
                 count("gradient of partial sums", "all_gather", reached)
@@ -192,17 +213,14 @@ def _through_the_first(
         yield Traffic(rank, "dp", why, operation, plan.dp, times * count, times * payload)
 
 
-def _recomputed(plan: Plan, facts: ModelFacts, module: str) -> bool:
-    """Whether a module goes forward again in backward."""
-    return plan.recompute != "none" and any(
-        fact.module == module and plan.recomputes(fact.block) and (plan.recompute == "full" or in_attention(fact))
-        for fact in facts.parameters
-    )
+def _recomputed(plan: Plan, fact: ParameterFact) -> bool:
+    """Whether the module of a parameter goes forward again in backward."""
+    return plan.recompute != "none" and plan.recomputes(fact.block) and (plan.recompute == "full" or in_attention(fact))
 
 
-def _modules(facts: ModelFacts, sharding: Sharding, stage: int) -> Iterator[tuple[str, str, bool]]:
-    """Every module of a stage that has parameters, once, with the name of what it reads, and whether that has a gradient;
-    a tied weight on either end."""
+def _modules(facts: ModelFacts, sharding: Sharding, stage: int) -> Iterator[tuple[str, ParameterFact, str, bool]]:
+    """Every module of a stage that has parameters, once, with its first, the name of what it reads, and whether that has
+    a gradient; a tied weight on either end."""
     seen: set[str] = set()
     for parameter in sharding.on_stage(stage):
         fact = facts.by_name[parameter.name]
@@ -214,7 +232,7 @@ def _modules(facts: ModelFacts, sharding: Sharding, stage: int) -> Iterator[tupl
             if module == facts.head:  # after the last norm
                 others = (one for one in sharding.parameters if one.first.trains and one.name != parameter.name)
                 reached = stage > 0 or any(module not in (use for _, use in one.first.uses) for one in others)
-            yield module, fact.reads if module == fact.module else module, reached
+            yield module, fact, fact.reads if module == fact.module else module, reached
 
 
 def _data(

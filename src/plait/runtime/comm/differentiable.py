@@ -8,6 +8,7 @@
     take     forward own tokens           backward gather              into the first block
     give     forward gather of tokens     backward own tokens          out of the last block
     copies   forward identity         backward sum of some  a weight of which ranks have copies of a part
+    slice    forward own slice        backward gather       into a layer whose input dim is cut, of what is whole
 
 Shoeybi et al., "Megatron-LM", 2019, section 3.
 """
@@ -78,6 +79,17 @@ class _Gather(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return grads[0].narrow(-1, ctx.start, ctx.width), None, None, None
+
+
+class _Slice(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, sizes: Sequence[int], why: str) -> Tensor:
+        ctx.group, ctx.sizes, ctx.why = group, sizes, why
+        return x.narrow(-1, builtins.sum(sizes[: group.index]), sizes[group.index])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_gather_slices(grads[0], ctx.group, ctx.sizes, why=ctx.why), None, None, None
 
 
 class _Copies(Function):
@@ -188,6 +200,20 @@ def copy(x: Tensor, group: Group, *, why: str, meanwhile: Meanwhile = None) -> T
     return x if group.transport is None else _Copy.apply(x, group, why, meanwhile)
 
 
+def copy_last(x: Tensor, columns: int, group: Group, *, why: str) -> Tensor:
+    """The same for the last `columns` of x alone. The sum is taken when the gradient of x itself arrives, so that whoever
+    listens to x sees it whole."""
+    if group.transport is None or not x.requires_grad:
+        return x
+
+    def arrive(gradient: Tensor) -> Tensor:
+        rest, last = gradient.split((gradient.shape[-1] - columns, columns), -1)
+        return torch.cat((rest, all_reduced(last.contiguous(), group, why=why)), -1)
+
+    x.register_hook(arrive)
+    return x
+
+
 def sum(x: Tensor, group: Group, *, why: str) -> Tensor:
     """A partial sum on every rank becomes the whole sum on all; the result may share nothing with x."""
     return x if group.transport is None else _Sum.apply(x, group, why)
@@ -202,3 +228,9 @@ def gather(x: Tensor, group: Group, sizes: Sequence[int], *, why: str) -> Tensor
 def copies(x: Tensor, group: Group, dim: int, spans: Sequence[tuple[int, int]], *, why: str) -> Tensor:
     """Of a weight of which ranks have copies of some `spans` of a dim: the gradients of the copies are summed."""
     return x if group.transport is None else _Copies.apply(x, group, dim, spans, why)
+
+
+def slice(x: Tensor, group: Group, sizes: Sequence[int], *, why: str) -> Tensor:
+    """Whole on every rank, of which each uses its slice of the last dim, so long on each: the gradients of the slices are
+    gathered, so that what comes before does the same work on all ranks."""
+    return x if group.transport is None else _Slice.apply(x, group, sizes, why)

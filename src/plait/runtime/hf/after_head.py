@@ -92,8 +92,9 @@ class _Noting(TorchDispatchMode):
         return output
 
 
-def after_head(module: Any, blocks: nn.ModuleList) -> AfterHead:
-    """What `module`, a whole model on the meta device, does after its head, in the type that its parameters have."""
+def after_head(module: Any, blocks: nn.ModuleList, *, tuples: bool = False) -> AfterHead:
+    """What `module`, a whole model on the meta device, does after its head, in the type that its parameters have; its
+    blocks give `tuples` or hidden states."""
     head = module.get_output_embeddings()
     if type(head) is not nn.Linear:
         return AfterHead(why=f"has a {type(head).__name__} for its head, and not a linear layer")
@@ -102,7 +103,7 @@ def after_head(module: Any, blocks: nn.ModuleList) -> AfterHead:
     # Angles of positions, which nobody reads then: some classes look at the numbers, and there are none.
     turned = [part for part in module.modules() if type(part).__name__.endswith("RotaryEmbedding")]
     for block in blocks:
-        block.forward = _as_it_came
+        block.forward = _in_a_tuple if tuples else _as_it_came
     for part in turned:
         part.forward = _no_angles
     tokens = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
@@ -125,6 +126,10 @@ def after_head(module: Any, blocks: nn.ModuleList) -> AfterHead:
 
 def _no_angles(*args: Any, **kwargs: Any) -> tuple[None, None]:
     return None, None
+
+
+def _in_a_tuple(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    return hidden_states, None
 
 
 def _as_it_came(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -2,6 +2,9 @@
 
     q kᵀ x scaling  ->  soft cap  ->  mask: back only, own document, own window  ->  softmax  ->  dropout  ->  x v
 
+Where heads have sinks (gpt-oss), the softmax goes over one more score, which is a number of the head, and whose weight is
+left out after it.
+
 Models hand over queries [b, heads, s, d], keys and values [b, kv heads, s, d]; with tp these are a rank's own heads.
 Which tokens may see each other follows from the batch, which the module's `Sight` holds: no mask travels through the
 model.
@@ -20,6 +23,8 @@ from ..batch import Batch
 from .dropout import keyed
 
 PLAIT = "plait"
+STRANGE = ("position_bias", "indices", "block_indices", "sinks")
+"""What some classes hand over besides, which changes the numbers and is not carried out here."""
 
 
 class Sight:
@@ -77,13 +82,16 @@ def told_apart(batch: Batch) -> Tensor:
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
     scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None,
-    **other: Any,
+    s_aux: Tensor | None = None, **other: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Query [b, heads, s, d], key and value [b, kv heads, s, d] -> [b, s, heads, d]. `attention_mask` is what a model
-    made of nothing: None."""
+    made of nothing: None; `s_aux` [heads] are its sinks."""
+    strange = [name for name in STRANGE if other.get(name) is not None] + ["mask"] * (attention_mask is not None)
+    if strange:
+        raise NotImplementedError(f"plait's attention knows no {strange[0]}, which {type(module).__name__} gives it")
     sight: Sight = module.plait_sight  # type: ignore[assignment]
     mask = sight.mask(sliding_window)
-    if dropout == 0.0 and softcap is None:
+    if dropout == 0.0 and softcap is None and s_aux is None:
         y = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
@@ -100,7 +108,10 @@ def attention(
         length = query.shape[2]
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
     scores = scores.masked_fill(~mask, float("-inf"))
+    if s_aux is not None:
+        scores = torch.cat((scores, s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
+    weights = weights if s_aux is None else weights[..., :-1]
     weights = keyed(weights, dropout, heads=getattr(module, "plait_heads", None))
     return (weights @ value).transpose(1, 2).contiguous(), None
 

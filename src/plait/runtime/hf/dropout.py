@@ -55,6 +55,8 @@ class Dropping(TorchFunctionMode):
     def draw(self, x: Tensor, p: float, heads: tuple[int, int, int] | None = None) -> Tensor:
         """x [b, ...] with shares of it dropped. `heads` (start, stop, of) says which of the row's heads dim 1 holds."""
         whole, own = list(x.shape[1:]), heads
+        if len(x) > len(self._samples) > 0 and heads is None:  # some flatten rows and tokens (OPT)
+            return self.draw(x.unflatten(0, (len(self._samples), -1)), p).flatten(0, 1)
         if heads is None and self._own is not None and whole[0] == self._own[1] - self._own[0]:
             own = self._own
         if own is not None:
@@ -106,7 +108,7 @@ def keyed(weights: Tensor, p: float, *, heads: tuple[int, int, int] | None) -> T
 
 def drops(model: nn.Module) -> bool:
     """Whether a model drops anything: a module for it with a share above 0, or attention that is told one."""
-    shares = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout")
+    shares = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout")
     return any(
         (isinstance(module, nn.Dropout) and module.p > 0)
         or any(isinstance(share := getattr(module, name, 0), float) and share > 0 for name in shares)

@@ -28,18 +28,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ...design.errors import PlanError, divisors, listed, nearest
 from ...design.facts import ModelFacts, ParameterFact
+from ...design.styles import STYLES
 from . import weights as real
 from .after_head import after_head
 from .attention import PLAIT
+from .families import FAMILIES, ON_OWN_TOKENS, REFUSED
 from .files import INDEX, SINGLE
 from .initial import find_tied
-from .tensor_plan import cut_dim, kv_heads, pieces, tensor_plan
-
-FAMILIES = ("gemma2", "gemma3_text", "gpt2", "llama", "mistral", "mixtral", "phi3", "qwen3")
-"""Families that plait has proven. Others come with the checks that prove them."""
-ON_OWN_TOKENS = FAMILIES
-"""Those whose blocks may have some tokens of every row each: nothing in them looks from one token to others, or at how
-many there are, but attention and MLP."""
+from .tensor_plan import cut_dim, forbids, kv_heads, pieces, tensor_plan
 
 BLOCK_LISTS = ("layers", "h", "blocks", "block", "layer")
 TOKENIZER = "tokenizer.json"
@@ -50,6 +46,8 @@ HUB_WAIT_S = 5
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
          "intermediate_size", "max_position_embeddings", "head_dim")  # fmt: skip
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+"""What configs call the number of experts that a token goes to."""
 LARGEST_SIZE = 2**31 - 1
 
 
@@ -101,7 +99,7 @@ def read(model: str, *, weights: bool = True) -> Model:
     found = from_config(model, config)
     if folder is None or not weights:
         return found
-    meta = build_on_meta(config)
+    meta = _on_paper(config)
     aliases = {name: f"{tied.owner}.{tied.tensor}" for name, tied in find_tied(meta).items()}
     tokenizer = folder / TOKENIZER
     return replace(
@@ -196,6 +194,8 @@ def _config_from_text(text: bytes, source: str) -> Any:
     kind = values.pop("model_type", None)
     if not isinstance(kind, str):
         raise PlanError(f"{source} has no model_type; a transformers config.json does.")
+    if kind in REFUSED:
+        raise PlanError(f"{source} has model_type '{kind}', which {REFUSED[kind]}: this version does not lay it out.")
     if kind not in FAMILIES:
         raise PlanError(
             f"{source} has model_type '{kind}'; this version has proven {listed(FAMILIES)} only.{nearest(kind, FAMILIES)}"
@@ -242,11 +242,12 @@ def _refuse_what_is_not_proven(model: str, config: Any) -> None:
             f"{model} has output_router_logits True, which asks for a loss that balances the experts, and this version "
             f"trains without one: set it to false in its config.json."
         )
-    if getattr(config, "router_jitter_noise", 0.0):
-        raise PlanError(
-            f"{model} has router_jitter_noise {config.router_jitter_noise}, noise that is drawn in an order that depends "
-            f"on the layout: set it to 0 in its config.json."
-        )
+    for key, what in (("router_jitter_noise", "noise"), ("input_jitter_noise", "noise"), ("layerdrop", "chance")):
+        if getattr(config, key, 0.0):
+            raise PlanError(
+                f"{model} has {key} {getattr(config, key)}, {what} that is drawn in an order that depends on the layout: "
+                f"set it to 0 in its config.json."
+            )
     for key, wanted in (("return_dict", True), ("output_attentions", False), ("output_hidden_states", False)):
         if getattr(config, key, wanted) is not wanted:
             raise PlanError(f"{model} has {key} {getattr(config, key)}: remove it from its config.json.")
@@ -302,8 +303,15 @@ def build_on_meta(config: Any, *, attention: str = "plait") -> Any:
             return _from(config, "eager").train()
 
 
+def _on_paper(config: Any) -> Any:
+    """The model of which facts are read: some classes do not know what another's attention is."""
+    return build_on_meta(config, attention="own" if forbids(config, "attention plait") else "plait")
+
+
 def attention_dropout(config: Any) -> float:
-    return float(getattr(config, "attention_dropout", 0.0) or getattr(config, "attn_pdrop", 0.0) or 0.0)
+    inside = getattr(config, "attn_config", None)  # MPT's
+    places = ((config, "attention_dropout"), (config, "attn_pdrop"), (inside, "attn_pdrop"))
+    return next((float(share) for where, name in places if (share := getattr(where, name, None))), 0.0)
 
 
 def _from(config: Any, attention: str) -> Any:
@@ -327,7 +335,7 @@ def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
 
 
 def _facts(config: Any) -> ModelFacts:
-    model = build_on_meta(config)
+    model = _on_paper(config)
     blocks_name, blocks = find_blocks(model)
     plan = tensor_plan(model, config)
     found: dict[int, ParameterFact] = {}
@@ -342,18 +350,20 @@ def _facts(config: Any) -> ModelFacts:
                 found[id(tensor)] = replace(first, tied=(*first.tied, (module_name, plan.style(module_name))))
                 continue
             dim = cut_dim(plan, module_name, module, tensor_name, tensor)
+            own = plan.style_of(module_name, tensor_name)
             found[id(tensor)] = ParameterFact(
                 module=module_name,
                 tensor=tensor_name,
                 shape=tuple(tensor.shape),
                 block=int(inside[1]) if inside else None,
-                after_blocks=after_blocks,
-                style=plan.style(module_name),
+                after_blocks=after_blocks or module_name in plan.after,
+                # One that is not known is named as what refuses, also where only a tensor has it.
+                style=plan.style(module_name) if own in STYLES else own,
                 cut=dim,
-                pieces=pieces(plan, module_name, module, parent, tensor, dim, config),
-                # In the proven families modules side by side under one parent read one input.
-                reads=f"{module_name.rpartition('.')[0] or module_name} input",
+                pieces=pieces(plan, module_name, module, parent, tensor_name, tensor, dim, config),
+                reads=plan.read_by(module_name),
                 decays=tensor.dim() > 1,
+                looked_up=isinstance(module, nn.Embedding),
             )
     return ModelFacts(
         family=config.model_type,
@@ -364,26 +374,35 @@ def _facts(config: Any) -> ModelFacts:
         vocabulary=config.vocab_size,
         positions=_positions(config),
         head=next(name for name, module in model.named_modules() if module is model.get_output_embeddings()),
-        parameters=tuple(found.values()),
-        experts_per_token=int(getattr(config, "num_experts_per_tok", 0) or 0),
+        parameters=tuple(sorted(found.values(), key=_turn)),
+        experts_per_token=next((int(n) for name in CHOSEN if (n := getattr(config, name, None))), 0),
         attention_dropout=attention_dropout(config),
-        whole_logits=_whole_logits(model, blocks),
+        whole_logits=_whole_logits(model, blocks, plan.tuples),
+        cannot=tuple(plan.cannot.items()),
+        shared_keys=int(getattr(config, "qk_rope_head_dim", 0) or 0),
         whole_rows=""
         if config.model_type in ON_OWN_TOKENS
         else f"blocks of {config.model_type} are not proven with it",
     )
 
 
-def _whole_logits(model: Any, blocks: nn.ModuleList) -> str:
+def _turn(fact: ParameterFact) -> int:
+    """Before the blocks, in them, or after them."""
+    return 1 if fact.block is not None else 2 * fact.after_blocks
+
+
+def _whole_logits(model: Any, blocks: nn.ModuleList, tuples: bool) -> str:
     """Why logits of this class have to be whole; empty if they need not. In bf16, where a cast to fp32 shows."""
-    found = after_head(model.to(torch.bfloat16), blocks)
+    found = after_head(model.to(torch.bfloat16), blocks, tuples=tuples)
     return f"{type(model).__name__} {found.why}" if found.why else ""
 
 
 def _positions(config: Any) -> int:
     """How long a row may be. Beyond its original positions longrope turns all rows of a microbatch at frequencies that
-    follow from the longest of them, so that the numbers would depend on how a batch is cut."""
-    rope, positions = getattr(config, "rope_parameters", None) or {}, int(config.max_position_embeddings)
+    follow from the longest of them, so that the numbers would depend on how a batch is cut. Where neither a table nor a
+    field bounds them (ALiBi), nothing does."""
+    most = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or LARGEST_SIZE
+    rope, positions = getattr(config, "rope_parameters", None) or {}, int(most)
     if rope.get("rope_type") != "longrope":
         return positions
     return min(positions, int(rope.get("original_max_position_embeddings") or positions))

@@ -28,6 +28,7 @@ from ..batch import Batch
 from .after_head import AfterHead, after_head
 from .attention import PLAIT, Sight, told_apart
 from .dropout import Dropping, begins, drops
+from .given import give_masks, give_own_heads
 from .initial import fill, find_tied, start, take
 from .read import Model, build_on_meta, find_blocks
 from .tensor_plan import tensor_plan
@@ -41,26 +42,27 @@ class _Left(Exception):
 
 
 class _StandIn(nn.Module):
-    """In the place of a block of another stage, with the plain attributes that models read off their blocks."""
+    """In the place of a block of another stage, with the plain attributes that models read off their blocks, and giving
+    `tuples` where these do."""
 
-    def __init__(self, original: nn.Module) -> None:
+    def __init__(self, original: nn.Module, tuples: bool) -> None:
         super().__init__()
-        self.training = original.training
+        self.training, self._tuples = original.training, tuples
         for key, value in vars(original).items():
             if not key.startswith("_") and isinstance(value, int | float | str | bool):
                 setattr(self, key, value)
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden_states
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (hidden_states, None) if self._tuples else hidden_states
 
 
 class _Enter(_StandIn):
     received: Tensor | None = None
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         received, self.received = self.received, None
         assert received is not None
-        return received
+        return super().forward(received)
 
 
 class _Leave(_StandIn):
@@ -74,13 +76,13 @@ def _leave(hidden_states: Tensor) -> Tensor:
 
 
 class _NoEmbedding(nn.Module):
-    """Tokens [b, s] -> zeros [b, s, hidden], without memory."""
+    """Tokens [b, s] -> zeros [b, s, hidden], without memory. Some tables of positions are given more."""
 
     def __init__(self, hidden: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.hidden, self.dtype = hidden, dtype
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         zero = torch.zeros((), dtype=self.dtype, device=tokens.device)
         return zero.expand(*tokens.shape, self.hidden)
 
@@ -118,8 +120,9 @@ class StageModel:
         """Of the run: what dropout is keyed by, beside the samples."""
         self._tied = find_tied(self.module)
         _localise(self.module, model, sharding, rank)
-        self._sight = Sight() if attention == PLAIT else None
-        if self._sight is not None:
+        plan = tensor_plan(self.module, model.config)
+        self._sight = Sight() if attention == PLAIT else give_masks(self.module, plan)
+        if attention == PLAIT and self._sight is not None:
             self._sight.attach(self.module)
         self._dropping = Dropping(seed) if drops(self.module) else None
         parameters = sharding.on_stage(stage)
@@ -130,11 +133,11 @@ class StageModel:
         self._enter: _Enter | None = None
         for index, block in enumerate(blocks):
             if index == first - 1:
-                blocks[index] = self._enter = _Enter(block)
+                blocks[index] = self._enter = _Enter(block, plan.tuples)
             elif index == last + 1:
-                blocks[index] = _Leave(block)
+                blocks[index] = _Leave(block, plan.tuples)
             elif index not in owned:
-                blocks[index] = _StandIn(block)
+                blocks[index] = _StandIn(block, plan.tuples)
         used = {module for p in parameters for place, module in p.first.uses if place == stage}
         for name, module in list(self.module.named_modules()):
             if name in used or name.startswith(f"{blocks_name}.") or not list(module.parameters(recurse=False)):
@@ -146,7 +149,7 @@ class StageModel:
         """What the model makes of the head's output, where the forward stops there."""
         if stops:
             whole = build_on_meta(model.config, attention=attention).to(dtype)
-            self.after_head = after_head(whole, find_blocks(whole)[1])
+            self.after_head = after_head(whole, find_blocks(whole)[1], tuples=plan.tuples)
             self.module.get_submodule(model.facts.head).forward = _leave
         self.blocks: dict[int, nn.Module] = {index: blocks[index] for index in owned}
         """Those of this stage, by their numbers in the model."""
@@ -229,15 +232,17 @@ def _localise(module: Any, model: Model, sharding: Sharding, rank: int) -> None:
     heads, groups = sharding.heads
     (start, stop), (first, last) = sharding.own_heads(rank)
     for name, found in module.named_modules():
-        if hasattr(found, "plait_sight") or hasattr(found, "scaling"):
+        if (hasattr(found, "plait_sight") or hasattr(found, "scaling")) and plan.cuts_heads(name, found):
             found.plait_heads = (start, stop, heads)
             if hasattr(found, "num_key_value_groups"):
                 found.num_key_value_groups = (stop - start) // (last - first)
+        if arguments := plan.heads_of(name):
+            give_own_heads(found, arguments, (start, stop, heads))
         local = plan.local_to(name)
         if any(attribute.startswith("config.") for attribute in local):
             found.config = copy.copy(found.config)
         for attribute in local:
             holder = found.config if attribute.startswith("config.") else found
             counted = attribute.removeprefix("config.")
-            here, whole = (last - first, groups) if "key_value" in counted else (stop - start, heads)
+            here, whole = (last - first, groups) if "key_value" in counted or "kv" in counted else (stop - start, heads)
             setattr(holder, counted, getattr(holder, counted) * here // whole)

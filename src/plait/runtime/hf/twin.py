@@ -28,11 +28,13 @@ from ...design import frozen
 from ...design.balance import UNIFORM, WORDS, refusal, written
 from ...design.plan import Plan, stage_blocks
 from .read import Model, from_config
+from .tensor_plan import kv_heads
 
 SMALL_MODEL = 2**20
 """Elements (1 MB of fp32) up to which a model is its own twin."""
 LEAST = {"blocks": 2, "kv heads": 2, "head": 8, "hidden": 32, "mlp": 32, "vocabulary": 64, "experts": 4, "rank": 16}
-MLP_WIDTHS = ("intermediate_size", "n_inner", "moe_intermediate_size", "shared_expert_intermediate_size")
+MLP_WIDTHS = ("intermediate_size", "n_inner", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim",
+              "ffn_hidden_size")  # fmt: skip
 INNER_WIDTHS = {"qk_nope_head_dim": "head", "qk_rope_head_dim": "head", "v_head_dim": "head",
                 "q_lora_rank": "rank", "kv_lora_rank": "rank"}  # fmt: skip
 
@@ -146,14 +148,17 @@ def _sizes(config: Any, plan: Plan) -> list[int]:
 def _attention(config: Any, plan: Plan) -> dict[str, Any]:
     """Fewer and narrower heads, the query heads of a KV head all kept, and a narrower hidden state."""
     heads, hidden = config.num_attention_heads, config.hidden_size
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    fewer = _smallest(kv_heads, max(LEAST["kv heads"], 2 * plan.tp), plan.tp)
-    shares = fewer * (heads // kv_heads)
+    groups = kv_heads(config)
+    fewer = _smallest(groups, max(LEAST["kv heads"], 2 * plan.tp), plan.tp)
+    shares = fewer * (heads // groups)
     found: dict[str, Any] = {"num_attention_heads": shares}
     if hasattr(config, "num_key_value_heads"):
         found["num_key_value_heads"] = fewer
-    width = getattr(config, "head_dim", None) or hidden // heads
-    if getattr(config, "head_dim", None) is None:
+    if hasattr(config, "num_kv_heads"):  # Falcon's, which counts groups in its newer architecture
+        found["num_kv_heads"] = fewer if config.new_decoder_architecture else shares
+    own_width = config.to_dict().get("head_dim")
+    width = own_width or hidden // heads
+    if own_width is None:
         narrow = _head_width(config, width, shares, plan.tp)
         found["hidden_size"] = shares * narrow
     else:
@@ -166,6 +171,10 @@ def _attention(config: Any, plan: Plan) -> dict[str, Any]:
             for size in itertools.count(min(LEAST["hidden"], hidden * shares // heads))
             if size % multiple == 0 and size % plan.tp == hidden % plan.tp
         )
+    if getattr(config, "word_embed_proj_dim", None) == hidden:
+        found["word_embed_proj_dim"] = found["hidden_size"]
+    if getattr(config, "rotary_dim", None):
+        found["rotary_dim"] = max(2, config.rotary_dim * narrow // width // 2 * 2)
     if getattr(config, "query_pre_attn_scalar", None) == width:
         found["query_pre_attn_scalar"] = narrow
     if getattr(config, "rope_parameters", None) is not None:

@@ -2,7 +2,11 @@
 
     colwise            x whole -> copy -> x Wᵀ[own rows]            output cut in its last dim
     rowwise            x cut -> x Wᵀ[own columns] -> sum (+ bias)   output whole
+    rowwise_split_input   x whole -> own slice -> rowwise
+    colwise_gather_output   colwise -> gather                    output whole
     embedding_rowwise  tokens -> rows of the own slice, 0 elsewhere -> sum
+    embedding_colwise  tokens -> own columns of their rows -> gather
+    mla_kv_a_proj      x whole -> x Wᵀ -> latent | turned -> gradient of what is turned summed
     moe_tp_experts     x whole -> copy -> every expert's own columns and rows -> sum
 
 A module keeps its class and its parameters (the local slices); only its instance's forward is replaced. Which dims are
@@ -15,6 +19,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -44,15 +49,17 @@ class SharedInput:
     def __init__(self, group: Group, meanwhile: Callable[[], None] | None = None) -> None:
         self._group, self._meanwhile = group, meanwhile
         self._seen: weakref.ref[Tensor] | None = None
-        self._version = 0
+        self._version = (0, True)
         self._copy: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._copy is None or self._seen is None or self._seen() is not x or self._version != x._version:
+        # A copy made where there is no graph (in attention that backward runs again) is none for who has one.
+        version = (x._version, torch.is_grad_enabled())
+        if self._copy is None or self._seen is None or self._seen() is not x or self._version != version:
             self._copy = differentiable.copy(
                 x, self._group, why="column-parallel input gradient", meanwhile=self._meanwhile
             )
-            self._seen, self._version = weakref.ref(x), x._version
+            self._seen, self._version = weakref.ref(x), version
         return self._copy
 
     def forget(self) -> None:
@@ -63,25 +70,27 @@ class SharedInput:
 def split(
     module: nn.Module, row: Style, group: Group, *, enter: Change, add: Change | None, start: int,
     sizes: Sequence[int] | None, transposed: bool, multiply: Multiply,
-    copies: Callable[[nn.Parameter], Tensor] | None = None,
+    copies: Callable[[nn.Parameter], Tensor] | None = None, turned: int = 0,
 ) -> None:  # fmt: skip
     """Replaces the forward of `module`, whose parameters are (or will be) this rank's slices. `enter` is done to what a
     style copies in (SharedInput), `add` to partial sums (None: they are summed over tp); `start` is the first row of an
-    embedding's slice; `sizes` how long each rank's slice of the output is where the style gathers it (None: it stays
-    cut); `transposed` whether the weight is [in, out]; `multiply` what a linear layer multiplies by (split_backward.py's,
-    or `product`); `copies`, where other ranks have copies of parts of a fused weight, sees to it that those get the sum
-    of their gradients."""
+    embedding's slice; `sizes` how long each rank's slice is of an output that the style gathers (None: it stays cut), or
+    of an input that it slices; `transposed` whether the weight is [in, out]; `multiply` what a linear layer multiplies by
+    (split_backward.py's, or `product`); `copies`, where other ranks have copies of parts of a fused weight, sees to it
+    that those get the sum of their gradients; `turned` says how many of its last columns each rank's own heads read."""
 
     def summed(x: Tensor) -> Tensor:
         return differentiable.sum(x, group, why="row-parallel output")
 
     forward: Callable[..., Tensor]
     if isinstance(module, nn.Embedding):
-        forward = _embedding(module, summed, start)
+        forward = _columns(module, group, sizes) if row.leave == "gather" else _embedding(module, summed, start)
     elif row.cuts == "both":
         forward = _experts(module, group, enter, add or summed)
     else:
-        forward = _linear(module, row, group, enter, add or summed, sizes, transposed, multiply, copies or _weight)
+        forward = _linear(
+            module, row, group, enter, add or summed, sizes, transposed, multiply, copies or _weight, turned
+        )
     module.forward = forward
 
 
@@ -101,13 +110,15 @@ def _weight(parameter: nn.Parameter) -> Tensor:
 
 def _linear(
     module: nn.Module, row: Style, group: Group, enter: Change, add: Change, sizes: Sequence[int] | None,
-    transposed: bool, multiply: Multiply, copies: Callable[[nn.Parameter], Tensor],
+    transposed: bool, multiply: Multiply, copies: Callable[[nn.Parameter], Tensor], turned: int,
 ) -> Forward:  # fmt: skip
     def forward(x: Tensor) -> Tensor:
         weight = copies(module.weight)  # type: ignore[arg-type]
         bias = None if module.bias is None else copies(module.bias)  # type: ignore[arg-type]
         if row.enter == "copy":
             x = enter(x)
+        elif row.enter == "slice" and sizes is not None:
+            x = differentiable.slice(x, group, sizes, why="row-parallel input gradient")
         if row.leave == "sum":
             # The bias is whole on every rank: added after the sum, once.
             y = add(multiply(x, weight, None, transposed=transposed))
@@ -115,6 +126,8 @@ def _linear(
         y = multiply(x, weight, bias, transposed=transposed)
         if row.leave == "gather" and sizes is not None:
             y = differentiable.gather(y, group, sizes, why="column-parallel output")
+        elif row.leave == "turned":
+            y = differentiable.copy_last(y, turned, group, why="shared keys' gradient")
         return y
 
     return forward
@@ -125,12 +138,13 @@ def _experts(module: nn.Module, group: Group, enter: Change, add: Change) -> Cal
     token is a part of the sum, and so is the gradient of the weight that the token was routed with."""
     whole = module.forward
 
+    def weights(t: Tensor) -> Tensor:
+        # Summed in fp32 or wider, whatever type the router leaves them in.
+        summed = t.to(torch.promote_types(t.dtype, torch.float32))
+        return differentiable.copy(summed, group, why="routing weights' gradient").to(t.dtype)
+
     def forward(x: Tensor, *routing: Tensor) -> Tensor:
-        copies = [
-            differentiable.copy(t, group, why="routing weights' gradient") if t.is_floating_point() else t
-            for t in routing
-        ]
-        return add(whole(enter(x), *copies))
+        return add(whole(enter(x), *[weights(t) if t.is_floating_point() else t for t in routing]))
 
     return forward
 
@@ -146,5 +160,15 @@ def _embedding(module: nn.Embedding, summed: Change, start: int) -> Forward:
         module.padding_idx = padding - start if padding is not None and 0 <= padding - start < rows else None
         found = lookup(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
         return summed(found)
+
+    return forward
+
+
+def _columns(module: nn.Embedding, group: Group, sizes: Sequence[int] | None) -> Forward:
+    lookup = module.forward
+
+    def forward(tokens: Tensor) -> Tensor:
+        found = lookup(tokens)
+        return found if sizes is None else differentiable.gather(found, group, sizes, why="column-parallel output")
 
     return forward

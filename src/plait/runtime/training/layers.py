@@ -89,7 +89,7 @@ def replace_forwards(
                     transposed=bool(is_transposed), multiply=ways.multiply(owes),
                     copies=partial(
                         tensor.sum_copies, group=world.group(*axes), spans=spans, transposed=bool(is_transposed)
-                    ) if spans else None,
+                    ) if spans else None, turned=model.facts.shared_keys,
                 )  # fmt: skip
     return later
 
