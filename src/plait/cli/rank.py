@@ -19,7 +19,7 @@ from ..runtime.comm.world import World
 from ..runtime.data.batches import Batches, global_batches
 from ..runtime.data.tokenizer import files_of
 from ..runtime.data.tokens import Corpus
-from ..runtime.hf.read import described
+from ..runtime.hf.written import described
 from ..runtime.training import loop
 from ..runtime.training.assemble import build
 from ..runtime.training.checkpoints import Checkpoints, Ends

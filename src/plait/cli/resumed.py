@@ -12,7 +12,8 @@ from ..design.sharding import shard
 from ..runtime.checkpoint import folders
 from ..runtime.checkpoint.index import Index
 from ..runtime.checkpoint.load import refuse_other_tensors
-from ..runtime.hf.read import Model, other_config
+from ..runtime.hf.read import Model
+from ..runtime.hf.written import other_config
 from ..runtime.training.checkpoints import tensors_of
 from .flags import Values
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
+from math import prod
 from pathlib import Path
 
 import torch
@@ -26,7 +28,9 @@ from .load import TYPES as STORED
 from .load import Files
 from .save import view_of
 
-NAMES = {dtype: name for name, dtype in STORED.items()}
+NAMES = {dtype: name for name, dtype in STORED.items()} | {
+    torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"
+}  # fmt: skip
 SHARD = 5 << 30
 """Bytes of a shard, no more than, if no tensor has more."""
 TOKENIZER = "tokenizer"
@@ -39,7 +43,11 @@ class Placed:
 
     key: str
     shape: tuple[int, ...]
-    size: int
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
 
 def parameters(folder: Path, index: Index) -> Iterator[tuple[str, Tensor]]:
@@ -58,18 +66,17 @@ def parameters(folder: Path, index: Index) -> Iterator[tuple[str, Tensor]]:
             yield tensor.name, whole
 
 
-def shards(written: Written, index: Index, dtype: torch.dtype, most: int) -> list[list[Placed]]:
-    """What stands in which shard, in order."""
+def shards(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, most: int) -> list[list[Placed]]:
+    """What stands in which shard, in order; what is no number of floating point keeps its type."""
     found: list[list[Placed]] = [[]]
     filled = 0
-    for tensor in index.tensors:
-        for key, one in written.tensors(tensor.name, torch.empty(tensor.shape, device="meta")).items():
-            size = one.numel() * dtype.itemsize
-            if found[-1] and filled + size > most:
-                found.append([])
-                filled = 0
-            found[-1].append(Placed(key, tuple(one.shape), size))
-            filled += size
+    for key, one in tensors:
+        placed = Placed(key, tuple(one.shape), dtype if one.is_floating_point() else one.dtype)
+        if found[-1] and filled + placed.size > most:
+            found.append([])
+            filled = 0
+        found[-1].append(placed)
+        filled += placed.size
     return found
 
 
@@ -105,17 +112,17 @@ def export(folder: Path, index: Index, into: Path, *, dtype: str = "", most: int
 def _files(folder: Path, index: Index, draft: Path, dtype: str, most: int) -> list[Path]:
     assert index.config is not None
     written, kind = Written(index.config), TYPES[dtype]
-    placed = shards(written, index, kind, most)
+    buffers = written.buffers(index.plan.model, index.plan.seed)
+    shapes = ((tensor.name, torch.empty(tensor.shape, device="meta")) for tensor in index.tensors)
+    placed = shards(as_written(written, chain(shapes, buffers.items())), kind, most)
     count = len(placed)
     names = (
         [f"model-{n + 1:05}-of-{count:05}.safetensors" for n in range(count)] if count > 1 else ["model.safetensors"]
     )
-    tensors = (
-        (key, one) for name, whole in parameters(folder, index) for key, one in written.tensors(name, whole).items()
-    )
+    tensors = as_written(written, chain(parameters(folder, index), buffers.items()))
     made = []
     for name, shard in zip(names, placed, strict=True):
-        _write_shard(draft / name, shard, tensors, kind)
+        _write_shard(draft / name, shard, tensors)
         made.append(draft / name)
     if count > 1:
         total = sum(one.size for shard in placed for one in shard)
@@ -130,12 +137,18 @@ def _files(folder: Path, index: Index, draft: Path, dtype: str, most: int) -> li
     return made + written.describe(draft, dtype)
 
 
-def _write_shard(path: Path, shard: list[Placed], tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype) -> None:
+def as_written(written: Written, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of files, made of the model's own one at a time."""
+    for name, whole in tensors:
+        yield from written.tensors(name, whole).items()
+
+
+def _write_shard(path: Path, shard: list[Placed], tensors: Iterator[tuple[str, Tensor]]) -> None:
     """A safetensors file of the next tensors."""
     values: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for one in shard:
-        values[one.key] = {"dtype": NAMES[dtype], "shape": list(one.shape), "data_offsets": [at, at + one.size]}
+        values[one.key] = {"dtype": NAMES[one.dtype], "shape": list(one.shape), "data_offsets": [at, at + one.size]}
         at += one.size
     text = json.dumps(values, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -146,5 +159,5 @@ def _write_shard(path: Path, shard: list[Placed], tensors: Iterator[tuple[str, T
             key, tensor = next(tensors)
             if key != one.key or tuple(tensor.shape) != one.shape:
                 raise PlanError(f"transformers writes {key} {tuple(tensor.shape)} where it said {one.key} {one.shape}.")
-            disk.write(fd, [view_of(tensor.to(dtype).contiguous())], path)
+            disk.write(fd, [view_of(tensor.to(one.dtype).contiguous())], path)
         disk.sync(fd, path)

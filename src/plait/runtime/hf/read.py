@@ -11,7 +11,6 @@ import json
 import math
 import re
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -67,22 +66,6 @@ class Model:
         """The token ids that end a text, by the config."""
         found = getattr(self.config, "eos_token_id", None)
         return () if found is None else (found,) if isinstance(found, int) else tuple(found)
-
-
-NOT_THE_MODEL = frozenset({"transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures"})
-"""Keys of a config that say where a model comes from, and not what it is."""
-
-
-def described(config: Any) -> dict[str, Any]:
-    """All values of a config, as JSON has them."""
-    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return found
-
-
-def other_config(saved: Mapping[str, Any], config: Any) -> list[str]:
-    """The keys in which a config differs from one that was described earlier, by this transformers or another."""
-    now = described(config)
-    return [key for key in saved if key in now and key not in NOT_THE_MODEL and saved[key] != now[key]]
 
 
 def presets() -> list[str]:

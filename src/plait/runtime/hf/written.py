@@ -6,6 +6,7 @@ stack are written one by one where the family's files have them so. A tied weigh
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,25 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from ...design.errors import PlanError
-from .read import TOKENIZER, build_on_meta, said
+from .initial import start
+from .read import TOKENIZER, build_on_meta, read, said
+
+NOT_THE_MODEL = frozenset({"transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures"})
+"""Keys of a config that say where a model comes from, and not what it is."""
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def described(config: Any) -> dict[str, Any]:
+    """All values of a config, as JSON has them."""
+    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return found
+
+
+def other_config(saved: Mapping[str, Any], config: Any) -> list[str]:
+    """The keys in which a config differs from one that was described earlier, by this transformers or another."""
+    now = described(config)
+    return [key for key in saved if key in now and key not in NOT_THE_MODEL and saved[key] != now[key]]
 
 
 class Written:
@@ -28,7 +45,7 @@ class Written:
         values = dict(config)
         try:
             self._config = AutoConfig.for_model(values.pop("model_type"), **values)
-            self._model = build_on_meta(self._config)
+            self._model = build_on_meta(self._config, attention="own")
         except Exception as error:  # whatever a class raises about values that another version wrote
             raise PlanError(
                 f"transformers cannot build the model that the checkpoint describes: {said(error)}."
@@ -37,6 +54,21 @@ class Written:
     def tensors(self, name: str, whole: Tensor) -> dict[str, Tensor]:
         """The tensors of a file that a parameter becomes, by their names there; on the meta device for their shapes."""
         found: dict[str, Tensor] = revert_weight_conversion(self._model, {name: whole})
+        return found
+
+    def buffers(self, model: str, seed: int) -> dict[str, Tensor]:
+        """What files have besides parameters (the bias by which a router chooses experts, say), by name. No training
+        changes
+        it: it is what the run began with, read from `model` where that has weights, else drawn from `seed`."""
+        parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        names = [name for name in self._model.state_dict() if name not in parameters]
+        if not names:
+            return {}
+        tensors = start(self._model, read(model).weights, seed)
+        found: dict[str, Tensor] = {}
+        for module in dict.fromkeys(name.rpartition(".")[0] for name in names):
+            given = tensors(module, self._model.get_submodule(module))
+            found |= {f"{module}.{key}": one[...] for key, one in given if f"{module}.{key}" in names}
         return found
 
     def describe(self, folder: Path, dtype: str) -> list[Path]:
