@@ -122,7 +122,7 @@ def test_a_second_signal_ends_at_once(plait: Driver, small: Sequence[object], tm
     time.sleep(0.3)
     os.kill(command.pid, signal.SIGTERM)
     assert command.ended().code == 143
-    assert command.processes() == []
+    until(lambda: command.processes() == [])
 
 
 def test_minutes_end_a_run(plait: Driver, small: Sequence[object], tmp_path: Path) -> None:
