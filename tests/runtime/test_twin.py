@@ -68,7 +68,7 @@ def answers(plan: Plan, model: Model) -> list[bool]:
 def test_a_plan_that_holds_holds_for_the_twin_and_one_that_is_refused_is_refused(name: str) -> None:
     whole = model(name)
     seen = set()
-    for tp, pp in itertools.product((1, 2, 3, 4, 5, 8), (1, 2, 3, 4, 7)):
+    for tp, pp in itertools.product((1, 2, 3, 4, 5, 8, 132), (1, 2, 3, 4, 7)):
         plan = Plan(tp=tp, pp=pp, seq=128)
         small = twin(whole, plan)
         assert answers(plan, small.model) == answers(plan, whole), plan
