@@ -32,17 +32,7 @@ from .tensor_plan import kv_heads
 
 SMALL_MODEL = 2**20
 """Elements (1 MB of fp32) up to which a model is its own twin."""
-LEAST = {
-    "blocks": 2,
-    "kv heads": 2,
-    "group": 8,
-    "head": 8,
-    "hidden": 32,
-    "mlp": 32,
-    "vocabulary": 64,
-    "experts": 4,
-    "rank": 16,
-}
+LEAST = {"blocks": 2, "kv heads": 2, "head": 8, "hidden": 32, "mlp": 32, "vocabulary": 64, "experts": 4, "rank": 16}
 MLP_WIDTHS = ("intermediate_size", "n_inner", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim",
               "ffn_hidden_size")  # fmt: skip
 INNER_WIDTHS = {"qk_nope_head_dim": "head", "qk_rope_head_dim": "head", "v_head_dim": "head",
@@ -156,13 +146,11 @@ def _sizes(config: Any, plan: Plan) -> list[int]:
 
 
 def _attention(config: Any, plan: Plan) -> dict[str, Any]:
-    """Fewer and narrower heads, of the query heads of a KV head eight or a few more (all, where ranks share them), and a narrower
-    hidden state."""
+    """Fewer and narrower heads, the query heads of a KV head all kept, and a narrower hidden state."""
     heads, hidden = config.num_attention_heads, config.hidden_size
     groups = kv_heads(config)
     fewer = _smallest(groups, max(LEAST["kv heads"], 2 * plan.tp), plan.tp)
-    group = heads // groups
-    shares = fewer * (_smallest(group, LEAST["group"], plan.tp) if plan.tp <= groups else group)
+    shares = fewer * (heads // groups)
     found: dict[str, Any] = {"num_attention_heads": shares}
     if hasattr(config, "num_key_value_heads"):
         found["num_key_value_heads"] = fewer
