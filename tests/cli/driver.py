@@ -21,6 +21,7 @@ import time
 import plait.check.reference
 import plait.cli.app
 import plait.cli.finish
+import plait.cli.rank
 import plait.cli.view
 import plait.runtime.training.launch
 

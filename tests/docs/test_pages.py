@@ -24,7 +24,7 @@ from plait.design.styles import STYLES
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SOURCE = ROOT / "src" / "plait"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("cookbook/*.md"))]
 CLI: Any = typer.main.get_command(app)
 
 

@@ -27,6 +27,7 @@ from plait.runtime.training.assemble import build
 from plait.runtime.training.optimizer import learning_rate
 from plait.runtime.training.sample import sample
 from tests.nursery import Nursery
+from tests.runtime.test_export import exported, live, reloaded, tensors, trained
 from tests.smollm2 import shortened
 
 pytestmark = [pytest.mark.weights, pytest.mark.timeout(900)]
@@ -183,3 +184,17 @@ def test_every_intermediate_of_real_weights(compute: str, nursery: Nursery, smol
     found = nursery(verdicts, str(short), compute)
     print(found)
     assert [one[:3] for one in found] == [["wide", True, STEPS], [compute, True, 1]]
+
+
+def test_an_export_of_the_trained_model(nursery: Nursery, smollm2: Path, tmp_path: Path) -> None:
+    """transformers reads it and computes the loss that the run computes next; every weight has the ranks' bits."""
+    layout = {"pp": 3, "batch": 6}
+    (tmp_path / "run").mkdir()
+    loss = nursery(trained, str(smollm2), layout, str(tmp_path / "run"), 2)
+    nursery(exported, str(tmp_path / "run"), str(tmp_path / "export"), "fp32")
+    assert nursery(reloaded, str(tmp_path / "export"), str(tmp_path / "again"), 2, layout) == pytest.approx(
+        loss, rel=1e-5
+    )
+    here, wanted = tensors(tmp_path / "export"), live(str(smollm2), layout, tmp_path / "run")
+    assert here.keys() == wanted.keys() == tensors(tmp_path / "again").keys()
+    assert all(torch.equal(one, wanted[key]) for key, one in here.items())

@@ -14,7 +14,7 @@ import typer
 
 from .. import __version__
 from ..design.errors import PlanError
-from . import check, config, demo, doctor, report, schedule, train
+from . import check, checkpoint, config, demo, doctor, report, schedule, train
 
 app = typer.Typer(
     help="Lay a Hugging Face language model over devices, prove the layout, and train it.",
@@ -40,6 +40,7 @@ def options(
 
 train.add_to(app)
 report.add_to(app)
+checkpoint.add_to(app)
 check.add_to(app)
 schedule.add_to(app)
 config.add_to(app)

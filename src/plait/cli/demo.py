@@ -22,7 +22,10 @@ def demo(
         f"{'-n' if key == 'ranks' else '--' + key} {value}" for key, value in PLAN.items() if key != "model"
     )
     typer.echo(f"$ plait train {PLAN['model']} {flags} --prove 3 --out {out} --overwrite")
-    return train(dict(PLAN), out=out, overwrite=True, prove=3, sample=32, prompt=["def "], track="none")
+    return train(
+        dict(PLAN), out=out, overwrite=True, prove=3, sample=32, prompt=["def "], track="none", resume="", stop_after=0,
+        max_minutes=0,
+    )  # fmt: skip
 
 
 def add_to(app: typer.Typer) -> None:

@@ -19,14 +19,27 @@ from ..report.record import RunRecord
 from ..report.words import counted
 from ..runtime.data.tokens import Corpus
 from ..runtime.training import measure
+from ..runtime.training.loop import cut_off
 from ..runtime.training.step import Run
 from ..runtime.training.watch import Watch
 
 
-def forget(folder: Path) -> None:
-    """Removes what an earlier run wrote at its end: it would tell of a run whose metrics are gone."""
+def forget(folder: Path, done: int = 0) -> None:
+    """Removes what an earlier run wrote at its end: it would tell of a run whose metrics are gone. Of a run that goes on
+    after `done` steps the samples stay that were drawn by then."""
     for name in record.AT_THE_END:
-        (folder / name).unlink(missing_ok=True)
+        if name == record.SAMPLES and done and (folder / name).exists():
+            cut_off(folder / name, done)
+        else:
+            (folder / name).unlink(missing_ok=True)
+
+
+def versions() -> dict[str, str]:
+    """What a run was made with."""
+    return {
+        "plait": __version__, "torch": str(torch.__version__), "transformers": version("transformers"),
+        "python": platform.python_version(),
+    }  # fmt: skip
 
 
 def gathered(run: Run, watch: Watch, corpus: Corpus, expected: list[Traffic], *, began: float, proof: str) -> RunRecord:
@@ -42,10 +55,7 @@ def gathered(run: Run, watch: Watch, corpus: Corpus, expected: list[Traffic], *,
         began=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began)),
         seconds=seconds,
         device=_device(run.world.device),
-        versions={
-            "plait": __version__, "torch": str(torch.__version__), "transformers": version("transformers"),
-            "python": platform.python_version(),
-        },
+        versions=versions(),
         data=corpus.description,
         entropy=corpus.entropy,
         proof=proof,

@@ -15,7 +15,9 @@ from ..design.plan import Plan
 
 MOST = {"ranks": 1 << 16, "dp": 1 << 16, "tp": 1 << 16, "pp": 1 << 16, "microbatches": 1 << 16, "chunks": 1 << 16,
         "batch": 1 << 20, "seq": 1 << 24, "seed": (1 << 63) - 1, "steps": 1 << 40, "epochs": 1 << 40, "warmup": 1 << 40,
-        "eval_every": 1 << 40, "sample_every": 1 << 40}  # fmt: skip
+        "eval_every": 1 << 40, "sample_every": 1 << 40, "save_every": 1 << 40, "keep": 1 << 40}  # fmt: skip
+SAVED = 12
+"""Bytes of a trained parameter in a checkpoint: its weight and two moments, fp32."""
 MOST_SLOTS = 1 << 15
 """Stages x microbatches of one schedule. Its table is made and proven before a step: 32,768 take some seconds."""
 
@@ -47,6 +49,19 @@ def refuse_memory(plan: Plan, facts: ModelFacts) -> None:
             f"{plan.model} has {_parameters(facts)}: over {plan.world} local ranks training takes {_gib(held)} for "
             f"weights, gradients and moments and {_gib(activations)} for activations, and this machine has {_gib(have)}: "
             f"take a smaller model, dp, batch or seq, or more machines with torchrun."
+        )
+
+
+def refuse_disk(plan: Plan, facts: ModelFacts, folder: Path) -> None:
+    """The same where the disk of `folder` has no room for a checkpoint."""
+    trained = sum(fact.elements for fact in facts.parameters if plan.trains(fact))
+    one = SAVED * trained + 4 * (facts.elements - trained)
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    free = shutil.disk_usage(there).free
+    if plan.save_every and one > free:
+        raise PlanError(
+            f"A checkpoint of {plan.model} takes {_gib(one)} ({_parameters(facts)}), and the disk of {folder} has "
+            f"{_gib(free)} free: name another --out, or set save_every 0."
         )
 
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import fcntl
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 import typer
 
 from ..design.errors import PlanError
+from ..design.facts import ModelFacts
 from ..design.plan import Plan
 from ..design.rules import validate
 from ..design.table import settled
 from .flags import Values, named, resolve, takes_plan
-from .limits import refuse_check, refuse_memory
+from .limits import refuse_check, refuse_disk, refuse_memory
+
+if TYPE_CHECKING:
+    from ..runtime.comm.world import Rendezvous
+    from .rank import Job
 
 METRICS = "metrics.jsonl"
+LOCK_TRIES, LOCK_WAIT_S = 20, 0.1
 
 
 def train(
@@ -31,15 +39,24 @@ def train(
     sample: int = typer.Option(32, min=0, help="Tokens of text to draw from the trained model."),
     prompt: list[str] = typer.Option(["def "], help="What the text begins with; may be given several times."),
     track: str = typer.Option("none", help="Also write the metrics for: tensorboard."),
-) -> int:
+    resume: str = typer.Option(
+        "", help="Go on with this run, or from this checkpoint of it; auto: with the one in --out, if it has any.",
+        show_default=False,
+    ),
+    stop_after: int = typer.Option(0, min=0, help="End the run after this step, saved, to be gone on with."),
+    max_minutes: float = typer.Option(0.0, min=0, help="The same after the step in which these have passed."),
+) -> int:  # fmt: skip
     """Train MODEL, laid over the ranks that the degrees describe."""
-    from ..runtime.comm.nursery import alone, in_place, launch, refuse_too_many
+    from ..runtime.comm.interruption import Interruption
+    from ..runtime.comm.nursery import alone
     from ..runtime.comm.world import Rendezvous
-    from ..runtime.data.batches import global_batches
     from ..runtime.hf.read import read
     from ..runtime.training.track import refuse
+    from . import resumed
+    from .rank import Job
 
-    plan, origin = resolve(given)
+    earlier = resumed.found(resume, out, overwrite=overwrite)
+    plan, origin = resolve(given, earlier.defaults if earlier else None)
     named(origin, "train")
     _refuse_unspeakable(prompt)
     refuse(track)
@@ -51,43 +68,72 @@ def train(
     validate(plan, model.facts)
     plan = settled(plan, model.facts)
     if here is None:
-        refuse_too_many(plan.world)
-        refuse_memory(plan, model.facts)
-        if prove:
-            refuse_check(
-                plan, model.facts, prove, shipped=False, way="leave --prove out; plait check takes a small twin"
-            )
-    folder = _folder(out, plan)
-
-    def tokenise() -> None:
+        _refuse_too_much(plan, model.facts, prove)
+    if earlier is not None:
+        earlier = earlier.fitting(plan, model)
+        if earlier.over(plan):
+            typer.echo(f"{earlier.run} has taken all of its {earlier.newest.progress.steps} steps.")
+            return 0
+    folder = earlier.run if earlier and out is None else _folder(out, plan)
+    refuse_disk(plan, model.facts, folder)
+    goes_on = earlier is not None and folder.resolve() == earlier.run.resolve()
+    job = Job(
+        plan, model, folder, sample=sample, prompts=prompt, track=track, earlier=earlier, goes_on=goes_on,
+        overwrites=overwrite,        stop_after=stop_after or None, minutes=max_minutes or None,
+        interruption=Interruption() if plan.save_every else None,
+    )  # fmt: skip
+    # Rank 0 alone writes: another rank may look when it has already begun, or stand on another machine.
+    replaces = overwrite or goes_on or resume == resumed.AUTO
+    with _claimed(folder, replaces, writes=here is None or here.rank == 0):
         # In a process of its own: tokenising starts threads, and what is wrong with the text is said before any rank
         # starts.
         alone(lambda: _tokenised(plan, model), "The tokenizer")
+        held = _locally(job, prove) if here is None else _as_one_of(job, here)
+    if job.interruption is not None and job.interruption.number:
+        raise SystemExit(128 + job.interruption.number)
+    return 0 if held else 1
 
-    if here is not None:
-        # Rank 0 alone writes: another rank may look when it has already begun, or stand on another machine.
-        with _claimed(folder, overwrite, writes=here.rank == 0):
-            tokenise()
-            in_place(lambda: _rank(here, plan, model, folder, None, sample, prompt, track), here.rank)
-        return 0
-    with _claimed(folder, overwrite), tempfile.TemporaryDirectory(prefix="plait-prove-") as scratch:
-        tokenise()
-        proof = (Path(scratch), prove) if prove else None
+
+def _refuse_too_much(plan: Plan, facts: ModelFacts, prove: int) -> None:
+    """What this machine is not asked to do."""
+    from ..runtime.comm.nursery import refuse_too_many
+
+    refuse_too_many(plan.world)
+    refuse_memory(plan, facts)
+    if prove:
+        refuse_check(plan, facts, prove, shipped=False, way="leave --prove out; plait check takes a small twin")
+
+
+def _as_one_of(job: Job, here: Rendezvous) -> bool:
+    """Trains as one of a launcher's ranks."""
+    from ..runtime.comm.nursery import in_place
+    from .rank import rank
+
+    in_place(lambda: rank(here, job), here.rank, job.interruption)
+    return True
+
+
+def _locally(job: Job, prove: int) -> bool:
+    """Trains over forked ranks: whether the proof held, if there is one."""
+    from ..check.reference import reference
+    from ..runtime.comm.nursery import launch
+    from ..runtime.data.batches import global_batches
+    from ..runtime.training.launch import corpus as prepare
+    from .rank import rank
+
+    plan, model = job.plan, job.model
+    with tempfile.TemporaryDirectory(prefix="plait-prove-") as scratch:
+        job = replace(job, proof=(Path(scratch), prove) if prove else None)
 
         def single() -> None:
-            from ..check.reference import reference
-            from ..runtime.training.launch import corpus as prepare
+            reference(plan, model, global_batches(prepare(plan, model), plan, prove), Path(scratch))
 
-            corpus = prepare(plan, model)
-            reference(plan, model, global_batches(corpus, plan, prove), Path(scratch))
-
-        helpers = (single,) if prove else ()
         verdicts = launch(
-            lambda meeting: _rank(meeting, plan, model, folder, proof, sample, prompt, track), plan.world,
-            helpers=helpers, hang_timeout=plan.hang_timeout, comm_check=plan.comm_check,
-            local_transport=plan.local_transport,
+            lambda meeting: rank(meeting, job), plan.world, helpers=(single,) if prove else (),
+            hang_timeout=plan.hang_timeout, comm_check=plan.comm_check, local_transport=plan.local_transport,
+            interruption=job.interruption,
         )  # fmt: skip
-    return 0 if all(verdicts) else 1
+    return all(verdicts)
 
 
 def _tokenised(plan: Plan, model: Any) -> str:
@@ -128,16 +174,39 @@ def _claimed(folder: Path, overwrite: bool, *, writes: bool = True) -> Iterator[
     """Takes `folder` for this run before anything starts, so that of two runs at once one is refused. A run that ends
     before its first step leaves nothing behind, and an earlier run's files stay until the first step replaces them."""
     metrics, made, new = folder / METRICS, list[Path](), False
+    lock: IO[str] | None = None
     try:
         if writes:
             new = _claim(metrics, overwrite, made)
+            lock = _locked(metrics)
         yield
     finally:
+        if lock is not None:
+            lock.close()
         with suppress(OSError):  # what is not empty stays
             if new and metrics.stat().st_size == 0:
                 metrics.unlink()
             for place in reversed(made):
                 place.rmdir()
+
+
+def _locked(metrics: Path) -> IO[str]:
+    """Holds a run's folder: of two that go on with one run at once, one is refused. The system lets go of it when the
+    last process of the run has ended, and a run that was killed may have some that are about to."""
+    lines = metrics.open("a")
+    for attempt in range(LOCK_TRIES):
+        try:
+            fcntl.flock(lines, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if attempt == LOCK_TRIES - 1:
+                lines.close()
+                raise PlanError(f"Another run is writing to {metrics.parent}: wait for its end, or end it.") from None
+            time.sleep(LOCK_WAIT_S)
+        except OSError:  # a file system without locks
+            break
+        else:
+            break
+    return lines
 
 
 def _claim(metrics: Path, overwrite: bool, made: list[Path]) -> bool:
@@ -164,66 +233,6 @@ def _claim(metrics: Path, overwrite: bool, made: list[Path]) -> bool:
         raise PlanError(sentence) from None
     except OSError as error:
         raise PlanError(f"--out {folder} cannot be written: {(error.strerror or str(error)).lower()}.") from None
-
-
-def _rank(
-    meeting: Any, plan: Plan, model: Any, folder: Path, proof: tuple[Path, int] | None, sample: int, prompt: list[str],
-    track: str,
-) -> bool:  # fmt: skip
-    """One rank's life, from joining the world to the last picture; returns whether the proof held."""
-    from ..check.compare import compare
-    from ..runtime.comm.world import World
-    from ..runtime.data.batches import Batches, global_batches
-    from ..runtime.training import loop
-    from ..runtime.training.assemble import build
-    from ..runtime.training.launch import corpus as prepare
-    from ..runtime.training.track import TensorBoard
-    from . import finish
-    from .look import Look, shown
-    from .view import View, predicted, proof_line
-
-    corpus = prepare(plan, model)
-    batches = Batches(corpus, plan, meeting.rank)
-    with World(meeting, plan.mesh) as world:
-        view = View(plan, model, corpus, batches.steps_total) if world.rank == 0 else None
-        if view:
-            view.opening()
-        verdict = None
-        if proof is not None:
-            verdict = compare(plan, world, model, global_batches(corpus, plan, proof[1]), proof[0])
-            if view:
-                view.proof(verdict)
-            if not verdict.passed:
-                return False
-        run = build(plan, world, model=model, steps=batches.steps_total)
-        if view:
-            finish.forget(folder)
-        metrics = loop.Metrics(folder / METRICS) if view else None
-        board = TensorBoard(folder) if view and track == "tensorboard" else None
-
-        def seen(report: Any) -> None:
-            if view and metrics:
-                metrics.write(report)
-                view.step(report)
-            if board:
-                board.write(report)
-            if report.finite or report.skipped:  # else the run ends here
-                look.after(report.step)
-
-        look = Look(run, corpus, prompt, sample, folder, metrics, view)
-        look.after(0)
-        began = time.time()
-        watch = loop.train(run, batches, seen)
-        record = finish.gathered(
-            run, watch, corpus, predicted(plan, model.facts), began=began, proof=proof_line(verdict) if verdict else ""
-        )
-        texts = look.closing()
-        if view:
-            written = finish.write(record, folder)
-            if board:
-                board.close(run.done, shown(texts))
-            view.closing(record, shown(texts), written)
-    return True
 
 
 def add_to(app: typer.Typer) -> None:

@@ -107,6 +107,25 @@ class View:
         for text in texts:
             self._say(f"step {step}/{self._steps}  sample: {printable(text)!r}")
 
+    def going_on(self, folder: Path, wrong: list[str]) -> None:
+        """Before training: from which checkpoint the run goes on, and which newer ones it cannot read."""
+        for sentence in wrong:
+            self._say(f"left out: {sentence}")
+        self._say(f"going on from {folder}")
+
+    def set_aside(self, place: Path) -> None:
+        self._say(f"set aside: {place}, which this run goes back behind")
+
+    def saved(self, step: int, place: Path) -> None:
+        self._say(f"step {step}/{self._steps}  saved: {place}")
+
+    def stopped(self, step: int, why: str, run: Path) -> None:
+        """The run ends before its last step."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        self._say(f"ended after step {step} by {why}; it goes on with: plait train --resume {run}")
+
     def _say(self, line: str) -> None:
         """A line of plain text, above the bar where there is one."""
         console = self._console if self._bar is None else self._bar.console

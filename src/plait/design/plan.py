@@ -162,6 +162,13 @@ class Plan(BaseModel):
     )
     eval_data: str = Field("", description="A text to evaluate on in the place of a held-out share: as for data.")
     sample_every: int = Field(0, ge=0, description="Steps between samples of text from the prompts (0: none).")
+    save_every: int = Field(
+        0, ge=0, description="Steps between checkpoints, of which the last step leaves one, too (0: none)."
+    )
+    keep: int = Field(2, ge=0, description="How many checkpoints stay, the newest (0: all).")
+    save_method: Literal["async", "sync"] = Field(
+        "async", description="Who writes checkpoints: a process beside each rank, from a copy, or the rank itself."
+    )
     seed: int = Field(7, ge=0, description="Seed of the weights and of the data's order.")
     hang_timeout: float = Field(600.0, gt=0, le=1e6, description="Seconds for which a rank may wait for others.")
     comm_check: bool = Field(False, description="Compare every call with the other ranks' before it is made.")

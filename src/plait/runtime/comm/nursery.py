@@ -31,10 +31,11 @@ from ...design.plan import LocalTransport
 from .board import SLOT
 from .children import Child, Lookout, end, watch_over
 from .failure import BadNumbersError, RankError, account, exception
+from .interruption import Interruption
 from .segment import unsupported
 from .world import Rendezvous
 
-__all__ = ["BadNumbersError", "RankError", "alone", "in_place", "launch", "refuse_too_many"]
+__all__ = ["BadNumbersError", "RankError", "alone", "die_with", "in_place", "launch", "refuse_too_many"]
 
 MOST_LOCAL = 64
 """More processes than this on one machine is a mistyped number far more often than a wish."""
@@ -68,12 +69,14 @@ def _have_files_for(ranks: int) -> None:
 def launch(
     main: Callable[[Rendezvous], Any], ranks: int, *, helpers: tuple[Callable[[], Any], ...] = (),
     hang_timeout: float = 600, comm_check: bool = False, local_transport: LocalTransport = "auto",
+    interruption: Interruption | None = None,
 ) -> list[Any]:  # fmt: skip
     """Runs `main(rendezvous)` in `ranks` forked processes and returns what each returned (JSON values), by rank.
 
     `helpers` are further functions, each run beside them in a process of its own; what they return is thrown away.
-    `hang_timeout`, `comm_check` and `local_transport` are the plan's. Raises the first failure: `PlanError` when a rank
-    says the input is bad, `BrokenPipeError` when whoever read its output is gone, `RankError` otherwise.
+    `hang_timeout`, `comm_check` and `local_transport` are the plan's. With an `interruption` the
+    first signal is noted there, for the ranks to end by; else it ends them. Raises the first failure: `PlanError` when
+    a rank says the input is bad, `BrokenPipeError` when whoever read its output is gone, `RankError` otherwise.
     """
     refuse_too_many(ranks)
     if local_transport == "shared" and (why := unsupported()):
@@ -92,7 +95,7 @@ def launch(
 
         jobs: list[tuple[str, Callable[[], Any]]] = [(f"Rank {n}", partial(rank, n)) for n in range(ranks)]
         jobs += [("The reference process", helper) for helper in helpers]
-        return _forked(jobs, Lookout(board, ranks, hang_timeout))[:ranks]
+        return _forked(jobs, Lookout(board, ranks, hang_timeout), interruption)[:ranks]
 
 
 @contextlib.contextmanager
@@ -114,7 +117,9 @@ def alone(main: Callable[[], Any], name: str) -> Any:
     return _forked([(name, main)])[0]
 
 
-def _forked(jobs: list[tuple[str, Callable[[], Any]]], lookout: Lookout | None = None) -> list[Any]:
+def _forked(
+    jobs: list[tuple[str, Callable[[], Any]]], lookout: Lookout | None = None, interruption: Interruption | None = None
+) -> list[Any]:
     """Runs every job in a process of its own; `lookout` sees the board of those that are ranks."""
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else threading.active_count()
     if threads != 1:
@@ -127,13 +132,11 @@ def _forked(jobs: list[tuple[str, Callable[[], Any]]], lookout: Lookout | None =
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
         # What is ignored stays so; Python's own Ctrl-C raises already.
-        if handler not in (signal.SIG_IGN, signal.default_int_handler):
+        if interruption is None and handler not in (signal.SIG_IGN, signal.default_int_handler):
             signal.signal(number, _terminated)
     try:
-        for name, main in jobs:
-            _fork(children, name, main)
-        watch_over(children, lookout)
-        return [(child.report() or {})["result"] for child in children]
+        with interruption.listening() if interruption is not None else contextlib.nullcontext():
+            return _watched(jobs, children, lookout, interruption)
     finally:
         with _signals_held():
             end(children)
@@ -141,10 +144,21 @@ def _forked(jobs: list[tuple[str, Callable[[], Any]]], lookout: Lookout | None =
             signal.signal(number, handler)
 
 
-def in_place(main: Callable[[], Any], rank: int) -> Any:
+def _watched(
+    jobs: list[tuple[str, Callable[[], Any]]], children: list[Child], lookout: Lookout | None,
+    interruption: Interruption | None,
+) -> list[Any]:  # fmt: skip
+    for name, main in jobs:
+        _fork(children, name, main, interruption)
+    watch_over(children, lookout)
+    return [(child.report() or {})["result"] for child in children]
+
+
+def in_place(main: Callable[[], Any], rank: int, interruption: Interruption | None = None) -> Any:
     """Runs `main()` in this process, rank `rank` of a launcher's, and raises its failure as `launch` would."""
     try:
-        return main()
+        with interruption.listening() if interruption is not None else contextlib.nullcontext():
+            return main()
     except Exception as error:
         raise exception(account(error), f"Rank {rank}", rank) from error
 
@@ -163,7 +177,9 @@ def _signals_held() -> Iterator[set[signal.Signals]]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _fork(children: list[Child], name: str, main: Callable[[], Any]) -> None:
+def _fork(
+    children: list[Child], name: str, main: Callable[[], Any], interruption: Interruption | None
+) -> None:  # fmt: skip
     """Adds a child that runs `main`."""
     parent = os.getpid()
     try:
@@ -180,20 +196,23 @@ def _fork(children: list[Child], name: str, main: Callable[[], Any]) -> None:
             os.close(pipe)
             for child in children:
                 os.close(child.pipe)
-            _child(main, child_end, parent, before)
+            _child(main, child_end, parent, before, interruption)
         children.append(Child(name, len(children), pid, pipe))
     os.close(child_end)
 
 
-def _child(main: Callable[[], Any], pipe: int, parent: int, held: set[signal.Signals]) -> NoReturn:
+def _child(
+    main: Callable[[], Any], pipe: int, parent: int, held: set[signal.Signals], interruption: Interruption | None
+) -> NoReturn:  # fmt: skip
     """The life of a child: never returns, never runs the parent's clean-up."""
     code = 3
     try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # Whoever sends it to every process of a job asks the run to end, too.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if interruption is None else interruption.heard)
         for number in PARENT_ONLY:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
-        _die_with(parent)
+        die_with(parent)
         # What is here already is the parent's: looking through it for cycles finds none, and copies its pages.
         gc.freeze()
         torch.set_num_threads(1)
@@ -213,7 +232,8 @@ def _child(main: Callable[[], Any], pipe: int, parent: int, held: set[signal.Sig
         os._exit(code)
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
+    """Has the system end this process when `parent`, which forked it, ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:  # it died before the line above

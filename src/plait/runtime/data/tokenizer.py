@@ -21,6 +21,10 @@ TRAINED_ON = 8_000_000
 """About how many characters BPE is trained on: an even sample of a longer corpus."""
 
 
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "added_tokens.json")
+"""What a tokenizer.json may have beside it."""
+
+
 class Tokenizer(Protocol):
     """Text to ids and back; `decode` skips ids that stand for no text (the end token, ids never given out). `begin` are
     the ids before a document's first, `end` the one after its last; `encode` gives a document's beginning, `encode_all`
@@ -37,6 +41,11 @@ class Tokenizer(Protocol):
         """The same for tokenizers that give every text the same ids."""
         ...
 
+    @property
+    def text(self) -> str:
+        """What a tokenizer.json says of it."""
+        ...
+
     def encode(self, text: str) -> list[int]: ...
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -50,6 +59,16 @@ class Bytes:
     end = 256
     least = 257
     fingerprint = "bytes"
+
+    @property
+    def text(self) -> str:
+        """Byte pairs of which none are joined."""
+        letters = bytes_as_letters()
+        inner = tokenizers.Tokenizer(models.BPE({letters[byte]: byte for byte in range(256)}, []))
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        inner.decoder = decoders.ByteLevel()
+        inner.add_special_tokens([Bpe.END])
+        return str(inner.to_str())
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -174,6 +193,31 @@ class Own:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._inner.decode(ids, skip_special_tokens=True)
+
+
+def bytes_as_letters() -> list[str]:
+    """The letter that stands for each byte in byte-level BPE (Radford et al., 2019): its own where it has one that is
+    printed, else the next after all bytes."""
+    printed = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    found, more = [""] * 256, 256
+    for byte in range(256):
+        if byte in printed:
+            found[byte] = chr(byte)
+        else:
+            found[byte], more = chr(more), more + 1
+    return found
+
+
+def files_of(tokenizer: Tokenizer, beside: Path | None) -> dict[str, bytes]:
+    """The files of a tokenizer, by their names, as transformers reads them. `beside` is the tokenizer.json of a model's
+    own: what stands there with it is taken along."""
+    found = {"tokenizer.json": tokenizer.text.encode()}
+    if beside is not None and tokenizer.kind == "model":
+        found |= {name: (beside.parent / name).read_bytes() for name in BESIDE if (beside.parent / name).is_file()}
+        return found
+    end = tokenizers.Tokenizer.from_str(tokenizer.text).id_to_token(tokenizer.end)
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+    return {**found, "tokenizer_config.json": json.dumps(values, indent=2).encode()}
 
 
 def _end_of(file: Path, inner: tokenizers.Tokenizer) -> int | None:

@@ -82,6 +82,13 @@ class Corpus:
         """Where each document begins in the stream."""
         return self.offsets[:-1] if self.starts is None else self.starts
 
+    @property
+    def digest(self) -> str:
+        """32 letters that stand for the documents and their tokens: of their bytes, and of how many tokens each has."""
+        found = hashlib.blake2b(np.ascontiguousarray(self.offsets, np.int64).tobytes(), digest_size=16)
+        found.update((self.stream if self.digests is None else self.digests).tobytes())
+        return found.hexdigest()
+
     def part(self, chosen: np.ndarray) -> Corpus:
         """The documents where `chosen` [documents] is true; the stream is shared."""
         offsets = np.concatenate(([0], np.cumsum(self.lengths[chosen])))

@@ -11,6 +11,7 @@ import json
 import math
 import re
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -68,6 +69,22 @@ class Model:
         return () if found is None else (found,) if isinstance(found, int) else tuple(found)
 
 
+NOT_THE_MODEL = frozenset({"transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures"})
+"""Keys of a config that say where a model comes from, and not what it is."""
+
+
+def described(config: Any) -> dict[str, Any]:
+    """All values of a config, as JSON has them."""
+    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return found
+
+
+def other_config(saved: Mapping[str, Any], config: Any) -> list[str]:
+    """The keys in which a config differs from one that was described earlier, by this transformers or another."""
+    now = described(config)
+    return [key for key in saved if key in now and key not in NOT_THE_MODEL and saved[key] != now[key]]
+
+
 def presets() -> list[str]:
     folder = resources.files(__package__) / "presets"
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
@@ -97,7 +114,7 @@ def from_config(name: str, config: Any) -> Model:
     except PlanError:
         raise
     except Exception as error:  # whatever a class raises about values that its config let through
-        raise PlanError(f"transformers cannot build {name} from its config: {_said(error)}.") from None
+        raise PlanError(f"transformers cannot build {name} from its config: {said(error)}.") from None
 
 
 def _config(model: str, weights: bool) -> tuple[Any, Path | None]:
@@ -144,7 +161,7 @@ def _from_hub(model: str, weights: bool) -> tuple[Any, Path | None]:
         raise
     except Exception as error:  # the hub's client raises many kinds; each means the same to the user
         raise PlanError(
-            f"{model} is not a directory here, and the hub gave no config for it ({offline or _said(error)}). "
+            f"{model} is not a directory here, and the hub gave no config for it ({offline or said(error)}). "
             f"Presets that need no hub: {listed(presets())}."
         ) from None
     if weights and not any((file.parent / name).is_file() for name in (SINGLE, INDEX)):
@@ -171,7 +188,7 @@ def _config_from_text(text: bytes, source: str) -> Any:
     try:
         values = json.loads(text.decode(), parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"{source} is not readable JSON: {_said(error)}.") from None
+        raise PlanError(f"{source} is not readable JSON: {said(error)}.") from None
     if not isinstance(values, dict):
         raise PlanError(f"{source} must hold a JSON object, not a {type(values).__name__}.")
     kind = values.pop("model_type", None)
@@ -191,14 +208,14 @@ def _config_from_text(text: bytes, source: str) -> Any:
     try:
         return AutoConfig.for_model(kind, **values)
     except Exception as error:  # validation inside transformers raises many kinds
-        raise PlanError(f"transformers does not accept {source}: {_said(error)}.") from None
+        raise PlanError(f"transformers does not accept {source}: {said(error)}.") from None
 
 
 def _no_number(word: str) -> NoReturn:
     raise ValueError(f"{word} is not a number of JSON")
 
 
-def _said(error: BaseException) -> str:
+def said(error: BaseException) -> str:
     """An error's message on one line, no longer than a sentence may be."""
     # A KeyError prints the repr of what was looked for.
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)

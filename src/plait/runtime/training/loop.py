@@ -14,10 +14,17 @@ from .step import Given, Report, Run
 from .watch import Watch
 
 
-def train(run: Run, batches: Iterable[Given], seen: Callable[[Report], None]) -> Watch:
+def _never() -> bool:
+    return False
+
+
+def train(
+    run: Run, batches: Iterable[Given], seen: Callable[[Report], None], ends: Callable[[], bool] = _never
+) -> Watch:  # fmt: skip
     """Takes a step on each batch and shows its report to `seen`, on every rank; returns what there was to see of the time
-    and memory of the steps. Copies of a weight that differ before the first step, numbers that are not finite after any,
-    and in fp16 too many steps in a row that were skipped for them, end the run on all ranks at once: all see the same."""
+    and memory of the steps. `ends` is asked after each step whether the run is to end there. Copies of a weight that
+    differ before the first step, numbers that are not finite after any, and in fp16 too many steps in a row that were
+    skipped for them, end the run on all ranks at once: all see the same."""
     replicas.agree(run)
     watch = Watch(run)
     for batch in watch.over(batches):
@@ -25,6 +32,8 @@ def train(run: Run, batches: Iterable[Given], seen: Callable[[Report], None]) ->
         seen(report)
         if not report.finite and not (report.skipped and not run.loss_scale.spent(report.scale or 1.0)):
             raise BadNumbersError(_what_went_bad(run, report))
+        if ends():
+            break
     return watch
 
 
@@ -42,11 +51,29 @@ def _what_went_bad(run: Run, report: Report) -> str:
     )
 
 
-class Metrics:
-    """Writes RUN/metrics.jsonl: one object a step or an evaluation, flushed line by line."""
+def cut_off(file: Path, step: int) -> None:
+    """Ends a file of JSON lines after the last that tells of `step` or of one before: those of later steps are written
+    again when these are run again. What is no such line ends it, too."""
+    with file.open("r+b") as lines:
+        end = 0
+        for line in lines:
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break
+            except (ValueError, KeyError, TypeError):
+                break
+            end += len(line)
+        lines.truncate(end)
 
-    def __init__(self, file: Path) -> None:
-        self._lines = file.open("w", encoding="utf-8")
+
+class Metrics:
+    """Writes RUN/metrics.jsonl: one object a step or an evaluation, flushed line by line; after those of a run that has
+    taken `done` steps and goes on."""
+
+    def __init__(self, file: Path, done: int = 0) -> None:
+        if file.is_file():
+            cut_off(file, done if done else -1)
+        self._lines = file.open("a", encoding="utf-8")
 
     def write(self, report: Report) -> None:
         scaled = {} if report.scale is None else {"scale": report.scale, "skipped": report.skipped}

@@ -10,6 +10,8 @@ device (gradients.overflow): the update itself. Micikevicius et al., "Mixed Prec
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -43,6 +45,20 @@ class LossScale:
         elif plan.scales_dynamically and self._good == plan.loss_scale_window:
             self.value, self._good = min(self.value * 2, MOST), 0
         return not finite
+
+    @property
+    def state(self) -> dict[str, float | int]:
+        """What the steps so far have left, as values of JSON."""
+        return {"value": self.value, "skipped": self.skipped, "in_a_row": self.in_a_row, "good": self._good}
+
+    def restore(self, state: Mapping[str, float | int]) -> None:
+        """Goes on from `state`. The steps that were skipped are no updates, whatever comes; the scale itself is kept
+        where this plan changes it too."""
+        self.skipped = int(state["skipped"])
+        if self._plan.skips:
+            self.in_a_row, self._good = int(state["in_a_row"]), int(state["good"])
+        if self._plan.scales_dynamically:
+            self.value = float(state["value"])
 
     def spent(self, used: float) -> bool:
         """Whether the step that was just skipped with the scale `used` was one too many."""

@@ -107,6 +107,27 @@ class Optimizer:
         state = [value for values in states for value in values.values()]
         return {"master_weights": [weight for _, weight in self._published], "state": state}
 
+    def begin(self, updates: int) -> None:
+        """Has the state of every weight, as after so many updates, for a checkpoint to fill: moments are zero where there
+        were none."""
+        for adamw in self._all:
+            for group in adamw.param_groups:
+                for weight in group["params"]:
+                    if weight in adamw.state:
+                        adamw.state[weight]["step"].fill_(updates)
+                        continue
+                    adamw.state[weight] = {
+                        # As torch makes it where updates are fused.
+                        "step": torch.full((), updates, dtype=self._overflow.dtype, device=weight.device),
+                        "exp_avg": torch.zeros_like(weight, memory_format=torch.preserve_format),
+                        "exp_avg_sq": torch.zeros_like(weight, memory_format=torch.preserve_format),
+                    }
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has a state."""
+        return any(adamw.state for adamw in self._all)
+
     def moments(self, name: str) -> tuple[Tensor, Tensor]:
         weight = self.weights[name]
         state = next(adamw.state[weight] for adamw in self._all if weight in adamw.state)

@@ -33,6 +33,7 @@ class Watch:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._steps: deque[dict[str, float]] = deque(maxlen=MEASURED)
+        self._begun = run.done
         self.kept = 0
         """The most bytes that the first step kept for backward at one time."""
         self.most: int | None = None
@@ -48,7 +49,7 @@ class Watch:
                 return
             waited = time.perf_counter() - asked
             yield batch
-            if 1 < self._run.done <= COUNTED + 1:
+            if 1 < self._run.done - self._begun <= COUNTED + 1:
                 self._steps.clear()
             ended = time.perf_counter()
             self._steps.append(self._shares(waited, ended - began))
@@ -57,7 +58,7 @@ class Watch:
     def step(self, batch: Given) -> Report:
         """Takes a step, and counts its memory if it is one of the first two."""
         run = self._run
-        if run.done == 0:
+        if run.done == self._begun:
             parts = (batch,) if isinstance(batch, Batch) else batch
             owed = [stage.weight_gradients for stage in run.stages.values() if stage.weight_gradients is not None]
             keepers: list[Keeper] = [*owed, *run.recomputing.values()]
@@ -65,7 +66,7 @@ class Watch:
             with counted((*run.parameters.values(), *(part.tokens for part in parts)), keepers) as kept:
                 report = run.step(batch)
             self.kept = kept.peak
-        elif run.done == 1:
+        elif run.done == self._begun + 1:
             with Storages(run.holds, run.world.device) as storages:
                 report = run.step(batch)
             self.most = storages.peak
