@@ -26,7 +26,11 @@ def found(name: str) -> tuple[str, str, str]:
     return faults.said(faults.checked(FAULTS[name].layout, FAULTS[name].patch))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", FAULTS)
+EVERY_OTHER = [pytest.param(name, marks=[pytest.mark.rest] * (number % 2)) for number, name in enumerate(FAULTS)]
+"""The rest of them with --all-layouts."""
+
+
+@pytest.mark.parametrize("name", EVERY_OTHER)
 def test_a_planted_fault_is_found_at_its_place_with_its_cause(nursery: Nursery, name: str) -> None:
     fault = FAULTS[name]
     kind, place, cause = nursery(found, name)

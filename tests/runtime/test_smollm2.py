@@ -38,7 +38,7 @@ year many visitors come to see its museums, its bridges and the tower that Gusta
 and much of what was built then still stands. The capital of Portugal is Lisbon. It lies where the river Tagus meets the
 sea, and from its harbour ships set out that were the first to sail around Africa.
 """
-LAYOUTS = {"pp 2 x tp 3": {"pp": 2, "tp": 3}, "pp 3": {"pp": 3}}
+LAYOUTS = {"pp 2 x tp 3": {"pp": 2, "tp": 3}, "pp 3": {"pp": 3}, "tp 2, sp": {"tp": 2, "sp": True}}
 STEPS = 5
 SAMPLED = 12
 
@@ -125,7 +125,7 @@ def in_bf16(folder: str, text: str) -> dict[str, float]:
         for disturbed in (None, 0, 1, 2):
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).train()
             if disturbed is not None:
-                disturb(model, torch.bfloat16, disturbed)
+                disturb(model, torch.bfloat16, disturbed, sums=torch.float32)
             losses.append(float(sum(loss_of(model, rows) for rows in batch.split(2)) / batch.weight))
     return {"loss": losses[0], "noise": max(abs(loss - losses[0]) for loss in losses[1:])}
 

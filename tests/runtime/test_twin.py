@@ -68,12 +68,14 @@ def answers(plan: Plan, model: Model) -> list[bool]:
 def test_a_plan_that_holds_holds_for_the_twin_and_one_that_is_refused_is_refused(name: str) -> None:
     whole = model(name)
     seen = set()
-    for tp, pp in itertools.product((1, 2, 3, 4, 5, 8), (1, 2, 3, 4, 7)):
+    for tp, pp in itertools.product((1, 2, 3, 4, 5, 8, 132), (1, 2, 3, 4, 7)):
         plan = Plan(tp=tp, pp=pp, seq=128)
         small = twin(whole, plan)
         assert answers(plan, small.model) == answers(plan, whole), plan
         if tp * pp <= 8 and all(answers(plan, whole)):
-            assert small.model.facts.elements < 2**21, plan  # 8 MB of fp32
+            # 8 MB of fp32, and more where all KV heads stay, as they do not divide.
+            all_stay = tp > 1 and small.model.facts.kv_heads == whole.facts.kv_heads
+            assert small.model.facts.elements < 2 ** (22 if all_stay else 21), plan
         assert small.shrunk
         blocks = small.model.facts.blocks
         if pp <= blocks:

@@ -68,7 +68,7 @@ def covering(
     return found
 
 
-def some(rows: Sequence[dict[str, Any]], each: int = 4) -> list[Any]:
+def some(rows: Sequence[dict[str, Any]], each: int = 6) -> list[Any]:
     """One row in `each`, and the rest with --all-layouts."""
     return [pytest.param(row, marks=[pytest.mark.rest] * (number % each > 0)) for number, row in enumerate(rows)]
 

@@ -164,9 +164,7 @@ def _accumulate(
         recorder.microbatch = number
         logits = whole.forward(microbatch)
         flat = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-        share = F.cross_entropy(flat, microbatch.targets.flatten(), ignore_index=IGNORE, reduction="sum") / max(
-            tokens, 1
-        )
+        share = _loss(plan, flat, microbatch.targets.flatten()) / max(tokens, 1)
         recorder.add("share", share, microbatch=number)
         (share * scale).backward()
         recorder.microbatch = None
@@ -184,6 +182,14 @@ def _accumulate(
         recorder.add("gradient", gradients[name], name)
     recorder.add("tokens", torch.tensor(tokens))
     recorder.add("loss", loss)
+
+
+def _loss(plan: Plan, logits: Tensor, targets: Tensor) -> Tensor:
+    """Of logits [n, V], summed over the trained targets, with what the plan adds to the cross entropy."""
+    loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum", label_smoothing=plan.label_smoothing)
+    if plan.z_loss:
+        loss = loss + plan.z_loss * (logits.logsumexp(-1).square() * (targets != IGNORE)).sum()
+    return loss
 
 
 def _update(

@@ -20,7 +20,8 @@ Bytes: every tensor that some backward needs, once; h hidden, a heads of D, t tp
     sp          norm, recomputed       of the own tokens; what column-parallel layers read is among them
     recomputed  h e                    the block's input, and nothing else (of attention: nothing but what norms keep)
     frozen      less: what a norm multiplies by its weight, what linear layers alone read; all where no gradient comes
-    head, loss  4 V / t + 18           fp32 exponentials, their sum, the target and its two masks; where the loss is
+    head, loss  4 V / t + 18           fp32 exponentials, their sum, the target and its two masks; 4 more with a
+                                       z-loss, the sum's logarithm; where the loss is
                 0                      in chunks: logits are made in backward (`at_work` while one chunk is)
 
 Where backward is split, what the linear layers read and the gradients of what they gave (`deferred`) live on until the
@@ -132,7 +133,7 @@ def kept(here: Here, stage: int) -> float:
 def _of_loss(here: Here, stage: int) -> int:
     if stage != here.plan.loss_stage or here.plan.chunks_loss:
         return 0
-    return WIDE * here.rows + 18
+    return WIDE * here.rows + 18 + WIDE * (here.plan.z_loss > 0)
 
 
 def at_work(here: Here, stage: int) -> int:

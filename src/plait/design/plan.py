@@ -104,6 +104,14 @@ class Plan(BaseModel):
         ge=1,
         description="In how many parts, one after the other, a microbatch's logits are made and let go; 1: all at once.",
     )
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=1, description="Share of each target that is spread over the whole vocabulary; 0: none."
+    )
+    z_loss: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the squared logarithm of the soft-max's sum, which keeps logits small; 0: none.",
+    )
     freeze: str = Field(
         "", description="Parameters that are not trained: patterns of names, 'model.embed_tokens.*,*norm*' say."
     )

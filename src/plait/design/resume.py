@@ -18,9 +18,10 @@ STAY = {
     "seed": "the order of the rows and every dropout",
 }
 """Fields that stay, each with what would be another in the middle of the run."""
-TRAINING = ("steps", "epochs", "lr", "lr_schedule", "warmup", "lr_floor", "weight_decay", "beta1", "beta2", "clip",
-"compute",
-            "accumulate", "reduce", "loss_scale", "attention")  # fmt: skip
+TRAINING = (
+    "steps", "epochs", "lr", "lr_schedule", "warmup", "lr_floor", "weight_decay", "beta1", "beta2", "clip",
+    "label_smoothing", "z_loss", "compute", "accumulate", "reduce", "loss_scale", "attention",
+)  # fmt: skip
 """Fields that may change and change the numbers of the steps to come: a run says so."""
 
 

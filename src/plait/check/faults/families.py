@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -70,9 +70,8 @@ def sinks_shifted() -> None:
 )  # fmt: skip
 def gradients_of_slices_not_gathered() -> None:
     @instead(differentiable, "slice")
-    def wrong(right: Any, x: Tensor, group: Group, *, why: str) -> Tensor:
-        width = x.shape[-1] // group.size
-        return x.narrow(-1, group.index * width, width)
+    def wrong(right: Any, x: Tensor, group: Group, sizes: Sequence[int], *, why: str) -> Tensor:
+        return x.narrow(-1, sum(sizes[: group.index]), sizes[group.index])
 
 
 FAULTS = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -139,8 +138,8 @@ def gradients_in_bf16() -> None:
 )  # fmt: skip
 def no_sum_tp_output() -> None:
     @instead(tensor, "_linear")
-    def wrong(right: Any, module: Any, row: Any, group: Any, *rest: Any) -> Any:
-        return right(module, row, replace(group, transport=None), *rest)
+    def wrong(right: Any, module: Any, row: Any, group: Any, enter: Any, add: Any, *rest: Any) -> Any:
+        return right(module, row, group, enter, tensor.as_it_is, *rest)
 
 
 @planted(
@@ -149,8 +148,8 @@ def no_sum_tp_output() -> None:
 )  # fmt: skip
 def no_sum_tp_embedding() -> None:
     @instead(tensor, "_embedding")
-    def wrong(right: Any, module: Any, group: Any, start: int) -> Any:
-        return right(module, replace(group, transport=None), start)
+    def wrong(right: Any, module: Any, summed: Any, start: int) -> Any:
+        return right(module, tensor.as_it_is, start)
 
 
 @planted(

@@ -7,8 +7,9 @@ microbatches, e bytes of an element of compute.
                            (more, and as wide as their layers, where a plan gathers, or has experts or latent attention)
          recomputed blocks their forward's sums once more
          embedding, head   one sum forward, one backward, of b s h e
-         loss              two sums of b s (the maximum), 2 b s (sum of exponentials, target's logit), in fp32; in
-                           chunks as many calls more, and not a byte
+         loss              two sums of b s (the maximum), 2 b s (sum of exponentials, target's logit; with label
+                           smoothing the mean of all logits besides), in fp32; in chunks as many calls more, and not
+                           a byte
     pp   each boundary     b s h e forward and as much backward, m times (b s V / t e before a loss that is elsewhere)
     dp   each stage        its gradients, once a step, in the type of their sums (what works on heads: over dp.tp)
          with a master     logits, gradients to the first rank; rows, gradients of logits, weights from it
@@ -78,7 +79,7 @@ def _tensor(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, comput
     yield from _copies(plan, sharding, rank, compute)
     if plan.placement[-1] == place and facts.head_weight.cut is not None:
         calls = sum(len(plan.tokens_at_once(rows * plan.seq)) for rows in plan.microbatch_rows)
-        for why, numbers in (("loss: maximum", tokens), ("loss: sums", 2 * tokens)):
+        for why, numbers in (("loss: maximum", tokens), ("loss: sums", (2 + (plan.label_smoothing > 0)) * tokens)):
             yield Traffic(rank, "tp", why, "all_reduce", plan.tp, calls, numbers * loss)
 
 

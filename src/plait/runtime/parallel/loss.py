@@ -4,6 +4,11 @@
                                  z = sum exp(x - m), own target   second reduction, 2 n numbers
     loss = sum of (log z + m - target's logit) over trained targets, times 1 / (target tokens of the whole step)
 
+With label smoothing e a token's loss is log z + m - (1 - e) target's logit - e mean of all logits, one number a token
+more in the second reduction (Szegedy et al., "Rethinking the Inception Architecture", 2016, section 7); the z-loss adds
+c (log z + m)^2, which sends nothing (Chowdhery et al., "PaLM", 2022, section 5). Both are training's: without gradients
+the loss is the cross entropy alone.
+
 Log-softmax and loss are fp32 whatever the logits are (fp64 stays fp64). With the weight inside, every later reduction of
 the loss and of every gradient, on every axis, is a plain sum. Shoeybi et al., "Megatron-LM", 2019, section 3.
 
@@ -33,25 +38,51 @@ from ..comm.collectives import all_reduce
 from ..comm.world import Group
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What a token's loss has besides its cross entropy: `smoothing` is spread over a `vocabulary` of so many rows in
+    all, `z` multiplies the square of the logarithm of the soft-max's sum."""
+
+    smoothing: float = 0.0
+    z: float = 0.0
+    vocabulary: int = 0
+
+    @property
+    def here(self) -> Terms:
+        """Those that count: in a pass without gradients none do."""
+        return self if torch.is_grad_enabled() else PLAIN
+
+
+PLAIN = Terms()
+
+
 @dataclass
 class _Read:
     """What the gradient of n tokens needs: `exponentials` [n, V/t] of the logits, the `total` of the whole vocabulary's,
-    where the target is among the own rows (`local`, or `elsewhere`), and whether it is `trained`."""
+    where the target is among the own rows (`local`, or `elsewhere`), whether it is `trained`, and for a z-loss the
+    `logarithm` of the sum of all exponentials."""
 
     exponentials: Tensor
     total: Tensor
     local: Tensor
     elsewhere: Tensor
     trained: Tensor
+    logarithm: Tensor | None = None
 
-    def gradient(self, scale: Tensor) -> Tensor:
+    def gradient(self, scale: Tensor, terms: Terms) -> Tensor:
         """Of the logits, times `scale`; it is made where the exponentials were."""
         weight = (self.trained * scale).to(self.total.dtype)
-        gradient = self.exponentials.mul_((weight / self.total).unsqueeze(-1))
-        return gradient.scatter_add_(-1, self.local, (-weight).masked_fill(self.elsewhere, 0).unsqueeze(-1))
+        of_sum = weight if self.logarithm is None else weight * (1 + 2 * terms.z * self.logarithm)
+        gradient = self.exponentials.mul_((of_sum / self.total).unsqueeze(-1))
+        if terms.smoothing:
+            gradient.sub_((weight * (terms.smoothing / terms.vocabulary)).unsqueeze(-1))
+        of_target = (-weight * (1 - terms.smoothing)).masked_fill(self.elsewhere, 0)
+        return gradient.scatter_add_(-1, self.local, of_target.unsqueeze(-1))
 
 
-def _read(wide: Tensor, targets: Tensor, start: int, group: Group, out: Tensor | None = None) -> tuple[_Read, Tensor]:
+def _read(
+    wide: Tensor, targets: Tensor, start: int, group: Group, terms: Terms, out: Tensor | None = None
+) -> tuple[_Read, Tensor]:
     """Of logits [n, V/t] in fp32 or wider, and the sum of their loss. `out`, for the exponentials, may be the logits."""
     local = targets - start
     elsewhere = (local < 0) | (local >= wide.shape[-1])
@@ -59,11 +90,19 @@ def _read(wide: Tensor, targets: Tensor, start: int, group: Group, out: Tensor |
     highest = wide.amax(-1)
     all_reduce(highest, group, why="loss: maximum", op="max")
     targeted = (wide.gather(-1, local).squeeze(-1) - highest).masked_fill(elsewhere, 0)
+    spread = [(wide.sum(-1) - wide.shape[-1] * highest) / terms.vocabulary] if terms.smoothing else []
     exponentials = torch.sub(wide, highest.unsqueeze(-1), out=out).exp_()
-    sums = torch.stack((exponentials.sum(-1), targeted))
+    sums = torch.stack((exponentials.sum(-1), targeted, *spread))
     all_reduce(sums, group, why="loss: sums")
-    trained = targets != IGNORE
-    return _Read(exponentials, sums[0], local, elsewhere, trained), ((sums[0].log() - sums[1]) * trained).sum()
+    trained, logarithm = targets != IGNORE, sums[0].log()
+    loss = logarithm - (1 - terms.smoothing) * sums[1]
+    if terms.smoothing:
+        loss = loss - terms.smoothing * sums[2]
+    read = _Read(exponentials, sums[0], local, elsewhere, trained)
+    if terms.z:
+        read.logarithm = logarithm + highest
+        loss = loss + terms.z * read.logarithm.square()
+    return read, (loss * trained).sum()
 
 
 def _wider(dtype: torch.dtype) -> torch.dtype:
@@ -72,17 +111,18 @@ def _wider(dtype: torch.dtype) -> torch.dtype:
 
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, group: Group) -> Tensor:
-        read, loss = _read(logits.to(_wider(logits.dtype)), targets, start, group)
-        ctx.save_for_backward(read.exponentials, read.total, read.local, read.elsewhere, read.trained)
-        ctx.dtype, ctx.spent = logits.dtype, False
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, group: Group, terms: Terms) -> Tensor:
+        read, loss = _read(logits.to(_wider(logits.dtype)), targets, start, group, terms)
+        ctx.save_for_backward(read.exponentials, read.total, read.local, read.elsewhere, read.trained, read.logarithm)
+        ctx.dtype, ctx.spent, ctx.terms = logits.dtype, False, terms
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         assert not ctx.spent, "a loss goes backward once: its gradient is made where its exponentials were"
         ctx.spent = True
-        return _Read(*ctx.saved_tensors).gradient(grads[0]).to(ctx.dtype), None, None, None
+        gradient = _Read(*ctx.saved_tensors).gradient(grads[0], ctx.terms).to(ctx.dtype)
+        return gradient, None, None, None, None
 
 
 def only(batch: Batch, received: Tensor | None) -> Tensor:
@@ -91,18 +131,20 @@ def only(batch: Batch, received: Tensor | None) -> Tensor:
     return received
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, group: Group, *, start: int) -> Tensor:
-    """Sum of the cross entropy of the trained targets: logits [..., V/t] hold vocabulary rows from `start`, targets [...]
-    count in the whole vocabulary and may be IGNORE. The same scalar on every rank of the group."""
-    return _CrossEntropy.apply(logits.flatten(0, -2), targets.flatten(), start, group)  # type: ignore[no-any-return]
+def cross_entropy(logits: Tensor, targets: Tensor, group: Group, *, start: int, terms: Terms = PLAIN) -> Tensor:
+    """Sum of the loss of the trained targets, their cross entropy and what `terms` add to it: logits [..., V/t] hold
+    vocabulary rows from `start`, targets [...] count in the whole vocabulary and may be IGNORE. The same scalar on every
+    rank of the group."""
+    flat = logits.flatten(0, -2), targets.flatten()
+    return _CrossEntropy.apply(*flat, start, group, terms.here)  # type: ignore[no-any-return]
 
 
 class WholeLoss:
     """The loss of logits that are all there. Those of this rank are the vocabulary's from row `start`; `group` has the
     rest."""
 
-    def __init__(self, group: Group, start: int) -> None:
-        self._group, self._start = group, start
+    def __init__(self, group: Group, start: int, terms: Terms = PLAIN) -> None:
+        self._group, self._start, self._terms = group, start, terms
 
     def logits(self, output: Tensor) -> Tensor:
         """Of what the last stage's body gives."""
@@ -110,7 +152,7 @@ class WholeLoss:
 
     def share(self, output: Tensor, batch: Batch, inverse_weight: Tensor) -> Tensor:
         """A microbatch's share of the step's mean loss."""
-        total = cross_entropy(output, batch.targets, self._group, start=self._start)
+        total = cross_entropy(output, batch.targets, self._group, start=self._start, terms=self._terms)
         return total * inverse_weight.to(total.dtype)
 
 
@@ -121,9 +163,9 @@ class ChunkedLoss:
 
     def __init__(
         self, head: nn.Module, group: Group, start: int, *, at_once: Callable[[int], Sequence[int]],
-        after: Callable[[Tensor], Tensor] | None, enter: Callable[[Tensor], Tensor],
+        after: Callable[[Tensor], Tensor] | None, enter: Callable[[Tensor], Tensor], terms: Terms = PLAIN,
     ) -> None:  # fmt: skip
-        self._head, self._group, self._start = head, group, start
+        self._head, self._group, self._start, self._terms = head, group, start, terms
         self._at_once, self._after, self._enter = at_once, after, enter
         self._open: Callable[[nn.Parameter], Tensor] = _nowhere
         self._ready: Callable[[nn.Parameter], None] = _nobody
@@ -187,11 +229,11 @@ class ChunkedLoss:
             logits += bias.detach()
         if made is None:
             finished = logits if self._after is None else self._after(logits)
-            return self._read(finished, targets, spaces[1])[1]
+            return self._read(finished, targets, spaces[1], PLAIN)[1]
         self.watch(batch, "output", logits)
         finished, back = self._finished(logits)
-        read, loss = self._read(finished, targets, spaces[1])
-        gradient = back(read.gradient(scale))
+        read, loss = self._read(finished, targets, spaces[1], self._terms)
+        gradient = back(read.gradient(scale, self._terms))
         self.watch(batch, "output gradient", gradient)
         self._learn(gradient, rows)
         torch.mm(gradient, weight.detach(), out=made)
@@ -206,10 +248,10 @@ class ChunkedLoss:
             finished = self._after(leaf)
         return finished.detach(), lambda gradient: torch.autograd.grad(finished, leaf, gradient.to(finished.dtype))[0]
 
-    def _read(self, logits: Tensor, targets: Tensor, wide: Tensor) -> tuple[_Read, Tensor]:
+    def _read(self, logits: Tensor, targets: Tensor, wide: Tensor, terms: Terms) -> tuple[_Read, Tensor]:
         if wide.data_ptr() != logits.data_ptr():
             wide.copy_(logits)
-        return _read(wide, targets, self._start, self._group, out=wide)
+        return _read(wide, targets, self._start, self._group, terms, out=wide)
 
     def _learn(self, gradient: Tensor, rows: Tensor) -> None:
         """Adds a chunk's part to the head's gradients, in the type in which they accumulate."""

@@ -101,7 +101,7 @@ def build(
         master = Master(
             world.group("dp"), rows=plan.batch // plan.dp, seq=plan.seq, microbatches=plan.microbatches,
             weights=[parameters[one.name] for one in trained_here], device=world.device,
-            loss=partial(loss.cross_entropy, group=world.alone, start=0),
+            loss=partial(loss.cross_entropy, group=world.alone, start=0, terms=_terms(plan, trained)),
         )  # fmt: skip
     stages = {
         number: Stage(
@@ -250,6 +250,10 @@ def _shares(
     )  # fmt: skip
 
 
+def _terms(plan: Plan, model: Trained) -> loss.Terms:
+    return loss.Terms(plan.label_smoothing, plan.z_loss, model.facts.vocabulary)
+
+
 def _loss(
     plan: Plan, model: Trained, sharding: Sharding, world: World, bodies: Mapping[int, Body], shared: tensor.SharedInput
 ) -> loss.WholeLoss | loss.ChunkedLoss:  # fmt: skip
@@ -259,10 +263,11 @@ def _loss(
         start, over = layers.first_row(head, world), world.group("tp") if head.first.compute.cut_axes else world.alone
     body = bodies.get(plan.loss_stage)
     if not plan.chunks_loss or not isinstance(body, StageModel):
-        return loss.WholeLoss(over, start)
+        return loss.WholeLoss(over, start, _terms(plan, model))
     return loss.ChunkedLoss(
         body.module.get_submodule(model.facts.head), over, start, at_once=plan.tokens_at_once,
         after=body.after_head if body.after_head.steps else None, enter=shared if over.size > 1 else _as_it_is,
+        terms=_terms(plan, model),
     )  # fmt: skip
 
 
