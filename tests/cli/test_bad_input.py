@@ -67,8 +67,10 @@ def refused(plait: Driver, small: Sequence[object], tmp_path: Path) -> Iterator[
     [
         ("-n 4 --tp 3", "dp 1 x tp 3 x pp 1 = 3 ranks are described, but 4 are asked for: start 3 ranks, or choose"),
         ("-n 6 --tp 2", "2 ranks are described, but 6 are asked for: set dp 3, or start 2 ranks."),
-        ("--tp 3", "this model takes tp 1, 2 or 4."),
-        ("--tp 8", "tp 8 does not divide the 4 KV heads (8 heads in groups of 2)"),
+        ("--tp 5", "this model takes tp 1, 2, 3, 4 or 8."),
+        ("--tp 12", "tp 12 is more than the 8 heads that read the 4 KV heads (8 heads in groups of 2)"),
+        ("--tp 2 --sp --seq 1", "sp deals the 1 tokens of a row to 2 ranks: set seq 2 or more."),
+        ("--sp", "sp deals the tokens of a row to tp ranks, and tp is 1: set sp false, or tp 2 or more."),
         ("--pp 5", "the model has 4 blocks: set pp 4 or less."),
         ("--dp 3", "batch 4 does not divide into dp 3 equal parts: set batch 6."),
         ("--microbatches 5", "set batch 5, or microbatches 4 or less."),
@@ -187,10 +189,10 @@ def test_a_prompt_that_is_no_text(refused: Refusals) -> None:
 
 def test_the_real_command_says_it_alone(plait: Driver, tmp_path: Path) -> None:
     """Once without the driver: nothing that is imported adds a line."""
-    argv = [sys.executable, "-m", "plait", "train", "llama-tiny", "--tp", "8", "--out", "run"]
+    argv = [sys.executable, "-m", "plait", "train", "llama-tiny", "--tp", "5", "--out", "run"]
     ended = subprocess.run(argv, env=plait.env, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert re.fullmatch(r"plait: tp 8 does not divide .*\n", ended.stderr)
+    assert re.fullmatch(r"plait: tp 5 is more than .*\n", ended.stderr)
     assert not list(tmp_path.iterdir())
 
 
