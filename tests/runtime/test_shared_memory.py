@@ -27,6 +27,7 @@ from plait.runtime.comm.collectives import (
     gather_shares,
     receive,
     reduce_scatter,
+    room,
     send,
 )
 from plait.runtime.comm.failure import RankError
@@ -181,6 +182,84 @@ def test_places_are_used_again(nursery: Nursery) -> None:
     for first, later in nursery(places, ""):
         # One step's places, each up to a quarter larger than what it holds, and those of small messages.
         assert 4 * 6009 <= first <= later <= 1.25 * 4 * 6009 + 5 * 64
+
+
+def rooms(ranks: int, transport: str) -> Any:
+    """Steps in which what is brought stands in rooms, by ranks that dawdle, and change it at once when they may."""
+
+    def main(meeting: Rendezvous) -> Any:
+        pace, wrong = random.Random(meeting.rank), 0
+        with World(meeting, dp(ranks)) as world:
+            group, own, cpu = world.group("dp"), world.rank, world.device
+            for turn in range(12):
+                size = (1, 5, 997, 70_001)[turn % 4]
+                parts = [brought(rank, ranks * size, torch.float32, turn) for rank in range(ranks)]
+                total = in_order(parts, torch.add)
+                mine = slice(own * size, (own + 1) * size)
+                buckets = [room(ranks * size, group, torch.float32, cpu).copy_(parts[own]) for _ in range(3)]
+                handles = [all_reduce(bucket, group, why="t", wait=False) for bucket in buckets]
+                unit = room(ranks * size, group, torch.float32, cpu).copy_(parts[own])
+                space = torch.empty(ranks * size)
+                shared_out = reduce_scatter(unit, unit[mine], group, space, why="t", add=False)
+                if pace.random() < 0.5:
+                    time.sleep(pace.random() / 100)
+                for handle, bucket in zip(handles, buckets, strict=True):
+                    handle.wait()
+                    wrong += not torch.equal(bucket, total)
+                    bucket.fill_(-1)
+                shared_out.wait()
+                wrong += not torch.equal(unit[mine], total[mine])
+                # Another call with all of them: nobody reads the unit any more.
+                apart = all_reduced(bucket, group, why="t")
+                wrong += not torch.equal(apart, torch.full_like(apart, -1.0 * ranks))
+                unit.fill_(-2)
+                weights = room(ranks * size, group, torch.float32, cpu)
+                weights[mine] = parts[own][mine]
+                gather_shares(weights, weights[mine], group, why="t").wait()
+                wrong += not torch.equal(
+                    weights, torch.cat([part[at * size :][:size] for at, part in enumerate(parts)])
+                )
+                barrier(world)
+                weights.fill_(-3)
+        return wrong
+
+    return launch(main, ranks, local_transport=transport)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "shared"), (3, "shared"), (4, "shared"), (2, "torch")])
+def test_what_stands_in_a_room_is_not_copied_and_not_torn(nursery: Nursery, ranks: int, transport: str) -> None:
+    assert nursery(rooms, ranks, transport) == [0] * ranks
+
+
+def shares(_: str) -> Any:
+    """Bytes that a rank shares: with a room, after its calls, with another in the place of the first, and what a copy
+    would have taken."""
+
+    def main(meeting: Rendezvous) -> Any:
+        with World(meeting, dp(2)) as world:
+            group, near, used = world.group("dp"), world._near, []
+            assert near is not None
+            for _ in range(2):
+                x = room(1000, group, torch.float32, world.device)
+                used.append(near.used)
+                assert not x.any()
+                for _ in range(3):
+                    all_reduce(x.fill_(1), group, why="t")
+                used.append(near.used)
+                view = x[3:]
+                del x
+                assert view.tolist() == [2.0] * 997
+                del view
+            all_reduce(torch.ones(1000), group, why="t")
+            return [*used, near.used]
+
+    return launch(main, 2, local_transport="shared")
+
+
+def test_a_room_is_shared_once_and_free_when_nobody_has_it(nursery: Nursery) -> None:
+    for used in nursery(shares, ""):
+        assert used[:4] == [4032] * 4
+        assert used[4] >= 4032
 
 
 def ends(kind: str) -> Any:

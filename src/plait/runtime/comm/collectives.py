@@ -217,6 +217,15 @@ def by_tag(group: Group) -> bool:
     return group.transport is not None and group.transport.by_tag
 
 
+def room(count: int, group: Group, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[count] zeros for what is brought to many calls of the group, which may then read it where it is: the others'
+    calls may end later than this rank's, so what `gather_shares` and `reduce_scatter` were given is not changed before a
+    later call with the same ranks (a step's norm) has been waited for."""
+    if group.transport is None:
+        return torch.zeros(count, dtype=dtype, device=device)
+    return group.transport.room(count, dtype, device)
+
+
 def barrier(world: World) -> None:
     """Returns when every rank is here."""
     token = torch.zeros(1, device=world.device)

@@ -72,7 +72,7 @@ class Posts(Row):
     def __init__(self, near: Neighbours, others: Sequence[int], name: str, theirs: str = "") -> None:
         super().__init__(near, others, name, theirs)
         self.posted = 0
-        self._held: deque[tuple[int, int, int]] = deque()
+        self._held: deque[tuple[int, int, int | None]] = deque()
 
     def taken(self, sequence: int) -> bool:
         """Whether all have taken a post."""
@@ -80,12 +80,16 @@ class Posts(Row):
 
     def post(self, x: Tensor, tag: int = 0) -> int:
         """Shares what x is now; gives the place."""
-        if self._reclaim() == RING:
-            self.until(lambda: self._reclaim() < RING)
+        self._reclaim_one()
         near, size = self.near, x.nbytes
         at, kind = near.take(size)
         if size:
             near.view(near.rank, at, x.numel(), x.dtype).copy_(x.view(-1))
+        return self._say_where(at, size, kind, tag)
+
+    def _say_where(self, at: int, size: int, kind: int | None, tag: int) -> int:
+        """Shares what stands at a place, of a kind that is given back."""
+        near = self.near
         self.posted += 1
         words, entry = near.own.words, self.entry(near.rank, self.posted)
         words[entry], words[entry + 1], words[entry + 2] = tag, at, size
@@ -94,11 +98,17 @@ class Posts(Row):
         near.ring(self.others)
         return at
 
+    def _reclaim_one(self) -> None:
+        """Returns when one more can be posted."""
+        if self._reclaim() == RING:
+            self.until(lambda: self._reclaim() < RING)
+
     def _reclaim(self) -> int:
         """Takes back the places of what all have taken: how many are still held."""
         while self._held and self.taken(self._held[0][0]):
             _, at, kind = self._held.popleft()
-            self.near.give_back(at, kind)
+            if kind is not None:
+                self.near.give_back(at, kind)
         return len(self._held)
 
 
@@ -110,6 +120,17 @@ class Channel(Posts):
         self.ranks, self.index = ranks, ranks.index(near.rank)
         self.ended = 0
         self._under_way: deque[Callable[[], bool]] = deque()
+        self._together: set[int] = set()
+
+    def lend(self, x: Tensor) -> bool:
+        """Shares x, which is not copied if it stands in a room: whether that is so."""
+        at = self.near.place(x)
+        if at is None:
+            self.post(x)
+            return False
+        self._reclaim_one()
+        self._say_where(at, x.nbytes, None, 0)
+        return True
 
     def taken(self, sequence: int) -> bool:
         # This rank reads its own post, too.
@@ -124,12 +145,14 @@ class Channel(Posts):
             found.append(words[entry + 1])
         return found
 
-    def begin(self, advance: Callable[[], bool]) -> Call:
+    def begin(self, advance: Callable[[], bool], *, together: bool = False) -> Call:
         """A call was posted; once everyone has posted it `advance` does what can be done, and says whether that was the
-        last."""
+        last. `together`: it ends when it has ended for all, and what was posted is nobody else's any more."""
         self._under_way.append(advance)
         self.near.active[self] = self._all_ended
-        return Call(self, self.posted)
+        if together:
+            self._together.add(self.posted)
+        return Call(self, self.posted, together)
 
     def go_on(self) -> int:
         """Does what can be done: the number of the last call that has ended."""
@@ -137,6 +160,9 @@ class Channel(Posts):
             self._under_way.popleft()
             self.ended += 1
             self.say(TAKEN, self.ended)
+            if self.ended in self._together:
+                self._together.remove(self.ended)
+                self.near.ring(self.others)
         return self.ended
 
     def summed(self, sequence: int) -> None:
@@ -152,15 +178,17 @@ class Channel(Posts):
 class Call:
     """A collective under way."""
 
-    def __init__(self, channel: Channel, sequence: int) -> None:
-        self._channel, self._sequence = channel, sequence
+    def __init__(self, channel: Channel, sequence: int, together: bool) -> None:
+        self._channel, self._sequence, self._together = channel, sequence, together
 
     def wait(self) -> None:
         if not self.is_completed():
             self._channel.until(self.is_completed)
 
     def is_completed(self) -> bool:
-        return self._channel.ended >= self._sequence or self._channel.go_on() >= self._sequence
+        channel, sequence = self._channel, self._sequence
+        ended = channel.ended >= sequence or channel.go_on() >= sequence
+        return ended and (not self._together or channel.all_say(TAKEN, sequence))
 
 
 class Outbox(Posts):

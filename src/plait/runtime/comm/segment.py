@@ -23,6 +23,7 @@ import os
 import platform
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -90,6 +91,7 @@ class Segment:
     def __init__(self, fd: int, *, own: bool) -> None:
         size = os.fstat(fd).st_size
         memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_NORESERVE", 0))
+        self.memory = memory
         self.words = memoryview(memory)[:CONTROL].cast("Q")
         self.data = torch.frombuffer(memory, dtype=torch.uint8, offset=CONTROL)
         self.bell = ctypes.c_uint32.from_buffer(memory, 0)
@@ -173,7 +175,9 @@ class Neighbours:
 
     def take(self, size: int) -> tuple[int, int]:
         """A place for `size` bytes in this rank's segment, and its class, with which it is given back."""
-        step = max(64, 1 << max(0, size.bit_length() - 3))
+        return self._taken(size, max(64, 1 << max(0, size.bit_length() - 3)))
+
+    def _taken(self, size: int, step: int) -> tuple[int, int]:
         kind = -(-max(size, 1) // step) * step
         free = self._free.setdefault(kind, [])
         if free:
@@ -185,6 +189,21 @@ class Neighbours:
 
     def give_back(self, at: int, kind: int) -> None:
         self._free[kind].append(at)
+
+    def room(self, count: int, dtype: torch.dtype) -> Tensor:
+        """[count] zeros in this rank's segment: what is posted of them need not be copied. The place is free again when
+        nobody has a view of it any more."""
+        if not count:
+            return torch.zeros(0, dtype=dtype)
+        at, kind = self._taken(count * dtype.itemsize, 64)
+        room = torch.frombuffer(self.own.memory, dtype=dtype, count=count, offset=CONTROL + at)
+        weakref.finalize(room.untyped_storage(), self.give_back, at, kind).atexit = False
+        return room.zero_()
+
+    def place(self, x: Tensor) -> int | None:
+        """Where x stands in this rank's segment, if it is a part of a `room`."""
+        at = x.data_ptr() - self.own.data.data_ptr()
+        return at if 0 <= at < self._end else None
 
     def view(self, rank: int, at: int, count: int, dtype: torch.dtype) -> Tensor:
         """[count] numbers of a rank's data."""

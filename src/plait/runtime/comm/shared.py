@@ -6,10 +6,11 @@
     all_gather                            everyone posts its share, and takes the others'
     send, receive                         the sender posts x with the tag; the receiver takes it when it waits
 
-A call copies what it brings into this rank's segment and returns; so nobody waits for a receiver, and a call under way
-needs no thread: it goes on when this rank makes another call or waits for one, and the sum is made by whoever reads. On
-cores that are busy a byte that is moved is work taken from computing, so the fewest copies are the fastest: Gloo's pass
-through the kernel twice.
+A call copies what it brings into this rank's segment and returns, or copies nothing where it stands there already (in a
+`room`, as gradients of data parallelism do). So nobody waits for a receiver, and a call under way needs no thread: it
+goes on when this rank makes another call or waits for one, and the sum is made by whoever reads. On cores that are busy
+a byte that is moved is work taken from computing, so the fewest copies are the fastest: Gloo's pass through the kernel
+twice.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from .transport import Op, Work
 
 FEW = 1 << 16
 """Bytes up to which every rank sums everything for itself: one wait less."""
+BLOCK = 1 << 16
+"""Numbers that are summed at a time where there are more than two to a sum."""
 _COMBINE: dict[Op, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
 
 
@@ -46,9 +49,11 @@ class SharedMemory:
         places = self._channel.places(sequence, x.nbytes)
         return [near.view(rank, at, count, x.dtype) for rank, at in zip(self._ranks, places, strict=True)]
 
+    def room(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._near.room(count, dtype)
+
     def all_reduce(self, x: Tensor, op: Op) -> Work:
-        self._channel.post(x)
-        return self._reduce(x.view(-1), op)
+        return self._reduce(x.view(-1), op, in_place=self._channel.lend(x))
 
     def all_reduced(self, x: Tensor, op: Op) -> tuple[Tensor, Work]:
         x = x.contiguous()
@@ -56,12 +61,12 @@ class SharedMemory:
         result = torch.empty_like(x)
         return result, self._reduce(result.view(-1), op)
 
-    def _reduce(self, flat: Tensor, op: Op) -> Work:
-        """Has everyone's last post summed into `flat`."""
+    def _reduce(self, flat: Tensor, op: Op, *, in_place: bool = False) -> Work:
+        """Has everyone's last post summed into `flat`, which is this rank's post itself if `in_place`."""
         channel, combine = self._channel, _COMBINE[op]
         sequence = channel.posted
-        if len(self._ranks) > 2 and flat.nbytes > FEW:
-            return channel.begin(self._in_pieces(sequence, flat, combine))
+        if in_place or (len(self._ranks) > 2 and flat.nbytes > FEW):
+            return channel.begin(self._in_pieces(sequence, flat, combine, in_place), together=in_place)
 
         def advance() -> bool:
             _combined(self._views(sequence, flat), combine, flat)
@@ -69,7 +74,9 @@ class SharedMemory:
 
         return channel.begin(advance)
 
-    def _in_pieces(self, sequence: int, flat: Tensor, combine: Callable[..., Tensor]) -> Callable[[], bool]:
+    def _in_pieces(
+        self, sequence: int, flat: Tensor, combine: Callable[..., Tensor], in_place: bool
+    ) -> Callable[[], bool]:  # fmt: skip
         channel, size, index = self._channel, len(self._ranks), self._channel.index
         spans = [balanced(flat.numel(), size, piece) for piece in range(size)]
         done = False
@@ -80,7 +87,8 @@ class SharedMemory:
                 posts, own = self._views(sequence, flat), slice(*spans[index])
                 _combined([post[own] for post in posts], combine, flat[own])
                 # Nobody else reads this rank's post there.
-                posts[index][own].copy_(flat[own])
+                if not in_place:
+                    posts[index][own].copy_(flat[own])
                 channel.summed(sequence)
                 done = True
             if not channel.all_say(SUMMED, sequence):
@@ -95,7 +103,7 @@ class SharedMemory:
 
     def all_gather(self, whole: Tensor, share: Tensor) -> Work:
         channel, flat = self._channel, whole.view(-1)
-        channel.post(share)
+        channel.lend(share)
         sequence, count = channel.posted, share.numel()
         own = flat[channel.index * count :][:count]
         if count and own.data_ptr() != share.data_ptr():
@@ -111,7 +119,7 @@ class SharedMemory:
 
     def reduce_scatter(self, x: Tensor, share: Tensor, space: Tensor, add: bool) -> Work:
         channel, count = self._channel, share.numel()
-        channel.post(x)
+        channel.lend(x)
         sequence = channel.posted
 
         def advance() -> bool:
@@ -138,7 +146,15 @@ class SharedMemory:
 
 
 def _combined(posts: list[Tensor], combine: Callable[..., Tensor], into: Tensor) -> None:
-    """All of them, one after the other."""
-    combine(posts[0], posts[1], out=into)
-    for post in posts[2:]:
-        combine(into, post, out=into)
+    """All of them, one after the other. `into` may be one of them."""
+    if len(posts) == 2:
+        combine(posts[0], posts[1], out=into)
+        return
+    partial = into.new_empty(min(BLOCK, into.numel()))
+    for start in range(0, into.numel(), BLOCK):
+        *others, last = (post[start : start + BLOCK] for post in posts)
+        block = partial[: len(last)]
+        combine(others[0], others[1], out=block)
+        for post in others[2:]:
+            combine(block, post, out=block)
+        combine(block, last, out=into[start : start + BLOCK])

@@ -28,6 +28,12 @@ class Transport(Protocol):
     by_tag: bool
     """Whether messages find their receives by tag, in whatever order those are posted."""
 
+    def room(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[count] zeros for what is brought to many calls: `all_reduce`, `all_gather` and `reduce_scatter` may then read
+        them where they are. What was brought from there to the last two is not changed before another call with the same
+        ranks has been waited for: theirs may not have ended yet."""
+        ...
+
     def all_reduce(self, x: Tensor, op: Op) -> Work:
         """x becomes the sum or maximum of everyone's, the same bits everywhere."""
         ...
@@ -77,6 +83,9 @@ class Distributed:
         self._handle, self._ranks = handle, ranks
         self._gloo = dist.get_backend(handle) == "gloo"
         self.by_tag = self._gloo
+
+    def room(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(count, dtype=dtype, device=device)
 
     def all_reduce(self, x: Tensor, op: Op) -> Work:
         return dist.all_reduce(x, _OPERATIONS[op], group=self._handle, async_op=True)  # type: ignore[no-any-return]

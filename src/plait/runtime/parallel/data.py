@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...design.part import Parameter
-from ..comm.collectives import Handle, all_reduce
+from ..comm.collectives import Handle, all_reduce, room
 from ..comm.world import Group
 
 
@@ -49,7 +49,9 @@ class Buckets:
         self._untouched: set[nn.Parameter] = set()
         for number, bucket in enumerate(buckets):
             own = [parameters[held.name] for held in bucket]
-            buffer = torch.zeros(sum(p.numel() for p in own), dtype=dtype, device=own[0].device)
+            count, device, group = sum(p.numel() for p in own), own[0].device, self._groups[number]
+            in_place = dtype == reduce and summed is None
+            buffer = room(count, group, dtype, device) if in_place else torch.zeros(count, dtype=dtype, device=device)
             self._buffers.append(buffer)
             flat = buffer.split([p.numel() for p in own])
             views = {parameter: view.view_as(parameter) for parameter, view in zip(own, flat, strict=True)}

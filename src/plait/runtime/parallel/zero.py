@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ...design.unit import IN_FLIGHT, Slot, Unit, slot_sizes
-from ..comm.collectives import Handle, all_reduce, gather_shares, reduce_scatter
+from ..comm.collectives import Handle, all_reduce, gather_shares, reduce_scatter, room
 from ..comm.world import Group
 
 
@@ -74,8 +74,7 @@ class Shares:
             for slot, size in slot_sizes(trained, kept=False).items():
                 self._gradient_slots[slot] = torch.zeros(size, dtype=accumulate, device=device)
         self._stored = {
-            unit: torch.zeros(unit.padded if whole is None else unit.share, dtype=compute, device=device)
-            for unit in units
+            unit: room(unit.padded if whole is None else unit.share, group, compute, device) for unit in units
         }
         self._of = {name: unit for unit in units for name in unit.names}
         self._held: list[_Held] = []
@@ -111,7 +110,11 @@ class Shares:
             full = self._gradient_slots[unit.slot(kept=False)][: unit.padded]
             summed = torch.zeros(share, dtype=accumulate, device=device)
         else:
-            full = torch.zeros(unit.padded, dtype=accumulate, device=device)
+            in_place = not self._through
+            full = (
+                room(unit.padded, self._group, accumulate, device) if in_place
+                else torch.zeros(unit.padded, dtype=accumulate, device=device)
+            )  # fmt: skip
             summed = full[self._group.index * share :][:share]
         shared = [other for other in self._held if self._each and other.unit.slot(kept=False) == unit.slot(kept=False)]
         return _Held(unit, len(self._held), shared[-1] if shared else None, self._stored[unit], summed, full)
