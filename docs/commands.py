@@ -20,11 +20,16 @@ def flag(name: str) -> str:
     """The flag of a field, as the command line has it."""
     if name == "model":
         return "`MODEL`"
-    return ("`-n`, " if name == "ranks" else "") + f"`--{name.replace('_', '-')}`"
+    said = f"`--{name.replace('_', '-')}`"
+    if bool in get_args(Plan.model_fields[name].annotation):
+        said += f", `--no-{name.replace('_', '-')}`"
+    return ("`-n`, " if name == "ranks" else "") + said
 
 
 def values(annotation: Any) -> str:
     """'int', or the words that are allowed."""
+    if bool in get_args(annotation):  # `bool`, and a word for whoever says neither
+        return ", ".join(values(one) for one in get_args(annotation))
     if get_origin(annotation) is not None:
         return ", ".join(f"`{word}`" for word in get_args(annotation))
     return str(annotation.__name__)

@@ -132,7 +132,7 @@ def figures() -> dict[str, str]:
         found[f"{file}.svg"] = products.svg(
             layout, Mesh((("tp", 2),)), tokens=HIDDEN, title=f"{name} on tp 2: x times the transposed weight"
         )
-    found["sequence.svg"] = tokens.svg(Plan(tp=2, sp=True, seq=128), title="One block on tp 2: who has which tokens")
+    found["sequence.svg"] = tokens.svg((64, 64), title="One block on tp 2: who has which tokens")
     return found
 
 
@@ -224,7 +224,7 @@ def numbers() -> dict[str, str]:
         "zero order": _zero_order(),
         "precision": _precision(),
         "frozen memory": _frozen_memory(),
-        "tp traffic": _traffic(Plan(**example, tp=2, microbatches=4), "tp"),
+        "tp traffic": _traffic(Plan(**example, tp=2, sp=False, microbatches=4), "tp"),
         "sp traffic": _traffic(Plan(**example, tp=2, sp=True, microbatches=4), "tp"),
         "sp memory": _sp_memory(),
         "accumulation": _pipelines_of_one((1, 4, 16)),

@@ -62,9 +62,11 @@ TENSOR = tuple(
         *(
             Contestant(f"{name}-{n}", label, n, race, course=cut(n)) for name, (label, race) in TENSOR_PEERS.items()
         ),
-        Contestant(f"plait-tp-{n}", "plait tp", n, laid_out(tp=n), launches=True, profiled=True, course=cut(n)),
-        Contestant(
-            f"plait-sp-{n}", "plait tp, sp", n, laid_out(tp=n, sp=True), launches=True, profiled=True, course=cut(n)
+        *(
+            Contestant(
+                f"plait-{name}-{n}", label, n, laid_out(tp=n, sp=sp), launches=True, profiled=True, course=cut(n)
+            )
+            for name, label, sp in (("tp", "plait tp", False), ("sp", "plait tp, sp", True))
         ),
     )
 )  # fmt: skip

@@ -172,8 +172,14 @@ def test_the_field_is_sound() -> None:
     assert {
         (f"plait-{stage}-{n}", f"{peer}-{n}") for n in (2, 4) for stage in STAGES for peer in SAME_STAGE[stage]
     } == shared
-    assert len({course.name for course in COURSES}) == len(COURSES) == 7
-    assert GROUPS == ("layouts", "zero")
+    cut = {(one.ours, one.theirs): one.bar for one in RIVALS if one.ours[:8] in ("plait-tp", "plait-sp")}
+    assert {bar for (_, theirs), bar in cut.items() if theirs.endswith("-2")} == {1.3}
+    assert cut["plait-tp-4", "dtensor-4"] == 1.5
+    assert {theirs for _, theirs in cut} == {
+        f"{peer}-{n}" for n in (2, 4) for peer in ("dtensor", "dtensor-sp", "dtensor-loss", "dtensor-sp-loss", "auto")
+    }
+    assert len({course.name for course in COURSES}) == len(COURSES) == 9
+    assert set(GROUPS) == {"layouts", "tensor", "zero"}
 
 
 def test_a_ceiling_is_one_of_the_same_course() -> None:

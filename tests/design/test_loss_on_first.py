@@ -62,7 +62,7 @@ def pp(plan: Plan) -> dict[tuple[int, str, str], Traffic]:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_logits_go_back_and_their_gradient_comes(tp: int) -> None:
     """b s V/t e more from the last rank to the first on each tp rank, and as much back, m times."""
-    plan = Plan(pp=3, tp=tp, microbatches=2, batch=4, seq=16, loss_at="first")
+    plan = Plan(pp=3, tp=tp, sp=False, microbatches=2, batch=4, seq=16, loss_at="first")
     found = pp(plan)
     hidden, logits = 4 * 16 * FACTS.hidden * 4, 4 * 16 * FACTS.vocabulary // tp * 4
     first, last = 0, 2 * tp

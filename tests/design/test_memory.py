@@ -31,7 +31,7 @@ def test_what_is_put_off(tp: int, compute: str, item: int) -> None:
     """Per token of a block: what q, k and v read (once), o, gate and up (once), and down; the gradients of what each
     gave. Inputs of o and down and outputs of the others are cut over tp. On the last stage what the head read, and the
     logits' gradient."""
-    plan = Plan(pp=2, tp=tp, compute=compute, schedule="zb-h1", batch=4, microbatches=2, seq=8)
+    plan = Plan(pp=2, tp=tp, sp=False, compute=compute, schedule="zb-h1", batch=4, microbatches=2, seq=8)
     facts = llama(blocks=4)
     read = HIDDEN + HIDDEN // tp + HIDDEN + INNER // tp
     gave = (HIDDEN + 2 * KEYS) // tp + HIDDEN + 2 * INNER // tp + HIDDEN

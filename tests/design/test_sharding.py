@@ -98,7 +98,7 @@ def test_summed_over_is_the_only_sum_that_is_right(dp: int, tp: int) -> None:
     c = random.integers(1, 4, (ROWS, VOCABULARY))
     [expected] = gradients([whole], [0], tokens, [c])
 
-    sharding = shard(LINEAR, Plan(dp=dp, tp=tp, batch=ROWS))
+    sharding = shard(LINEAR, Plan(dp=dp, tp=tp, sp=False, batch=ROWS))
     mesh, boxes = sharding.mesh, {}
     for part in sharding.parts:
         for rank, box in part.compute.holders(mesh):
@@ -254,7 +254,7 @@ def test_buckets(limit: int, item: int, degrees: tuple[int, int], bias: bool) ->
     """Every parameter once, in the order in which backward finishes; no bucket above the limit unless it is one
     parameter; none that could have taken the next one, but for what comes before the blocks, which leaves by itself."""
     pp, tp = degrees
-    sharding = shard(llama(bias=bias), Plan(dp=2, pp=pp, tp=tp))
+    sharding = shard(llama(bias=bias), Plan(dp=2, pp=pp, tp=tp, sp=False))
     for rank in range(sharding.mesh.size):
         held = sharding.at(sharding.mesh.coordinate(rank)["pp"])
         found = buckets(held, sharding.mesh, rank, limit, item)

@@ -50,7 +50,7 @@ def test_bucket_calls_count_the_buckets() -> None:
 @pytest.mark.parametrize(("compute", "size"), [("fp32", 4), ("bf16", 2)])
 def test_tensor_parallel_sums(m: int, pp: int, compute: str, size: int) -> None:
     """In units of b s h: 2 sums a block forward and 2 backward, one for the embedding, one for the head."""
-    plan = Plan.read({"tp": 2, "pp": pp, "microbatches": m, "batch": 2 * m, "seq": 16, "compute": compute})
+    plan = Plan.read({"tp": 2, "sp": False, "pp": pp, "microbatches": m, "batch": 2 * m, "seq": 16, "compute": compute})
     validate(plan, FACTS)
     bs = 2 * 16
     found = traffic(plan, FACTS)
@@ -75,7 +75,7 @@ def test_four_sums_a_block() -> None:
     """One block more costs every tp rank 4 sums of b s h."""
 
     def units(blocks: int) -> Fraction:
-        plan = Plan(tp=4, batch=3, seq=8)
+        plan = Plan(tp=4, sp=False, batch=3, seq=8)
         facts = llama(blocks=blocks)
         payload = sum(row.payload for row in rows(traffic(plan, facts), "tp", 0) if "loss" not in row.why)
         return Fraction(payload, 3 * 8 * facts.hidden * 4)
@@ -113,7 +113,7 @@ def test_own_tokens_that_are_not_as_many() -> None:
 def test_pipeline_bytes(pp: int, dp: int, tp: int, m: int) -> None:
     """b s h forward and as much backward over each boundary, m times, in each of the dp x tp pipelines: with b the
     rows of a microbatch, (p - 1) x 2 x tp x batch x s x h in all."""
-    plan = Plan(pp=pp, dp=dp, tp=tp, microbatches=m, batch=8, seq=16)
+    plan = Plan(pp=pp, dp=dp, tp=tp, sp=False, microbatches=m, batch=8, seq=16)
     validate(plan, FACTS)
     found = rows(traffic(plan, FACTS), "pp")
     assert sent_per_axis(found) == {"pp": (pp - 1) * 2 * tp * 8 * 16 * FACTS.hidden * 4}
@@ -135,7 +135,7 @@ def test_pipeline_bytes(pp: int, dp: int, tp: int, m: int) -> None:
 def test_sums_over_the_ranks(dp: int, tp: int, pp: int, m: int, bias: bool) -> None:
     """What is sent is received; members of a group agree; dp's total is 2 (d - 1) x the gradients of all tp ranks."""
     facts: ModelFacts = llama(bias=bias)
-    plan = Plan(dp=dp, tp=tp, pp=pp, microbatches=m, batch=dp * m, seq=8, bucket_mb=0.001)
+    plan = Plan(dp=dp, tp=tp, sp=False, pp=pp, microbatches=m, batch=dp * m, seq=8, bucket_mb=0.001)
     found = traffic(plan, facts)
     keys = Counter((row.rank, row.axis, row.why, row.operation) for row in found)
     assert set(keys.values()) <= {1}
@@ -162,7 +162,7 @@ def test_wide_counts_eight_bytes_throughout() -> None:
     narrow, wide = traffic(plan, FACTS), traffic(plan, FACTS, wide=True)
     for one, other in zip(narrow, wide, strict=True):
         assert (one.rank, one.axis, one.why) == (other.rank, other.axis, other.why)
-        factor = 1 if one.axis == "world" else 2 if one.axis == "dp" or "loss" in one.why else 4
+        factor = 1 if one.axis == "world" else 2 if one.axis.startswith("dp") or "loss" in one.why else 4
         assert other.payload == factor * one.payload
 
 

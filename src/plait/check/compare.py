@@ -107,7 +107,9 @@ class _Desk:
         if place.quantity == "output gradient":
             return self._run.sharding.has_copies(place.name)
         named = self._model.facts.styles.get(place.name)
-        return place.quantity == "output" and self._plan.sp and named is not None and STYLES[named].cuts == "both"
+        return (
+            place.quantity == "output" and self._run.sharding.sp and named is not None and STYLES[named].cuts == "both"
+        )
 
     def _mine(self, place: Place) -> bool:
         """Whether this rank has something at `place`, on paper."""

@@ -7,7 +7,7 @@ import os
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 import typer
 
@@ -44,7 +44,10 @@ def _flag(name: str, field: Any, default: Any) -> inspect.Parameter:
     kind = str if get_origin(field.annotation) is not None else field.annotation
     if name == "model":
         return _keyword(name, kind, typer.Argument(None, help=field.description, show_default=False))
-    names = ["-n", "--ranks"] if name == "ranks" else [f"--{name.replace('_', '-')}"]
+    flag = name.replace("_", "-")
+    names = ["-n", "--ranks"] if name == "ranks" else [f"--{flag}"]
+    if bool in get_args(field.annotation):  # yes, no, or the plan's word for whoever says neither
+        kind, names = bool, [f"--{flag}/--no-{flag}"]
     text = f"{field.description} [default: {default}]"
     return _keyword(name, kind, typer.Option(None, *names, help=text, show_default=False))
 

@@ -38,7 +38,7 @@ from itertools import groupby
 
 from . import balance
 from .facts import ModelFacts, ParameterFact
-from .plan import Plan, stage_blocks, width_after
+from .plan import Plan, stage_blocks, tokens_at, width_after
 from .precision import ELEMENT, WIDE
 from .sharding import Sharding
 from .styles import STYLES
@@ -97,9 +97,9 @@ class Here:
     @property
     def own(self) -> float:
         """Which share of the tokens this rank has between the branches of blocks; a whole number where it has all."""
-        if not self.plan.sp:
+        if not self.sharding.sp:
             return 1
-        own = self.plan.tokens_at(self.plan.seq)[self.sharding.mesh.index(self.rank, "tp")]
+        own = tokens_at(self.plan, self.facts, self.plan.seq)[self.sharding.mesh.index(self.rank, "tp")]
         return own / self.plan.seq
 
     @property

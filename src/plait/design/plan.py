@@ -53,9 +53,10 @@ class Plan(BaseModel):
         "ddp", description="How dp ranks share their work: as equals, or for comparison all through rank 0."
     )
     tp: int = Field(1, ge=1, description="Tensor parallel degree.")
-    sp: bool = Field(
-        False,
-        description="Sequence parallelism: between attention and MLP each tp rank has its own tokens of every row.",
+    sp: bool | Literal["auto"] = Field(
+        "auto",
+        description="Sequence parallelism: between attention and MLP each tp rank has its own tokens of every row; "
+        "auto: where the model allows it and tp divides seq.",
     )
     pp: int = Field(1, ge=1, description="Pipeline parallel degree.")
     zero: int = Field(
@@ -185,6 +186,13 @@ class Plan(BaseModel):
             raise ValueError("give a name")
         return value
 
+    @field_validator("sp", mode="before")
+    @classmethod
+    def _is_yes_or_no(cls, value: Any) -> Any:
+        if not isinstance(value, bool) and value != "auto":
+            raise ValueError("give true, false or auto")
+        return value
+
     @field_validator("loss_scale", mode="before")
     @classmethod
     def _is_a_scale(cls, value: Any) -> str:
@@ -232,12 +240,6 @@ class Plan(BaseModel):
         """The rows of every microbatch of a data parallel rank: they differ by at most one, larger first."""
         spans = (balanced(self.batch // self.dp, self.microbatches, number) for number in range(self.microbatches))
         return tuple(stop - start for start, stop in spans)
-
-    def tokens_at(self, seq: int) -> tuple[int, ...]:
-        """How many tokens of a row each place of tp has between blocks: all, or with sp so many, larger first."""
-        if not self.sp:
-            return (seq,) * self.tp
-        return tuple(stop - start for start, stop in (balanced(seq, self.tp, place) for place in range(self.tp)))
 
     @property
     def accumulates(self) -> str:
@@ -324,8 +326,8 @@ class Plan(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             first = error.errors()[0]
-            refusal = f"{first['loc'][0]} cannot be {first['input']!r}: {first['msg'].lower()}"
-            raise PlanError(f"{source}: {refusal}.") from None
+            why = first["msg"].lower().removeprefix("value error, ")
+            raise PlanError(f"{source}: {first['loc'][0]} cannot be {first['input']!r}: {why}.") from None
 
     @classmethod
     def read(cls, values: Mapping[str, Any], *, source: str = "the plan") -> Plan:
@@ -345,6 +347,20 @@ def stage_blocks(plan: Plan, facts: ModelFacts) -> list[tuple[int, int]]:
     return list(pairwise([0, *accumulate(sizes)]))
 
 
+def cuts_rows(plan: Plan, facts: ModelFacts) -> bool:
+    """Whether tp ranks have tokens of their own between the branches of blocks."""
+    if plan.sp == "auto":
+        return plan.tp > 1 and not facts.whole_rows and plan.seq % plan.tp == 0
+    return plan.sp
+
+
+def tokens_at(plan: Plan, facts: ModelFacts, seq: int) -> tuple[int, ...]:
+    """How many tokens of a row each place of tp has between blocks: all, or with sp so many, larger first."""
+    if not cuts_rows(plan, facts):
+        return (seq,) * plan.tp
+    return tuple(stop - start for start, stop in (balanced(seq, plan.tp, place) for place in range(plan.tp)))
+
+
 def width_after(plan: Plan, facts: ModelFacts, stage: int, *, tp: int) -> int:
     """What a stage gives to the next, in elements a token at a place `tp` of that axis: hidden states, or from the last
     stage that has blocks the logits, which stay cut."""
@@ -359,7 +375,7 @@ def width_after(plan: Plan, facts: ModelFacts, stage: int, *, tp: int) -> int:
 def shape_after(plan: Plan, facts: ModelFacts, stage: int, *, rows: int, seq: int, tp: int) -> tuple[int, int, int]:
     """Of what a stage gives to the next for a microbatch of `rows` of `seq` tokens. The last one that has blocks gives
     all of its tokens."""
-    tokens = plan.tokens_at(seq)[tp] if stage < plan.stages - 1 else seq
+    tokens = tokens_at(plan, facts, seq)[tp] if stage < plan.stages - 1 else seq
     return rows, tokens, width_after(plan, facts, stage, tp=tp)
 
 

@@ -103,7 +103,7 @@ def tensors_can_be_cut(plan: Plan, facts: ModelFacts) -> str | None:
 
 
 def rows_can_be_cut(plan: Plan, facts: ModelFacts) -> str | None:
-    if not plan.sp:
+    if plan.sp in ("auto", False):
         return None
     if plan.tp == 1:
         return "sp deals the tokens of a row to tp ranks, and tp is 1: set sp false, or tp 2 or more."

@@ -22,7 +22,7 @@ from .facts import ModelFacts, ParameterFact, Piece
 from .layout import Cut, Layout, elements
 from .mesh import Mesh, factors, rest_of
 from .part import Parameter, Part
-from .plan import Plan, stage_blocks
+from .plan import Plan, cuts_rows, stage_blocks
 from .records import Holding
 from .schedule import BACKWARDS, Action, Kind
 from .styles import style
@@ -232,13 +232,13 @@ def _on_own_tokens(fact: ParameterFact, facts: ModelFacts) -> bool:
 def shard(facts: ModelFacts, plan: Plan) -> Sharding:
     """Lays `facts` over the plan's mesh."""
     parameters = []
-    placement = plan.placement
+    placement, sp = plan.placement, cuts_rows(plan, facts)
     stages = [stage for stage, (start, stop) in enumerate(stage_blocks(plan, facts)) for _ in range(start, stop)]
     for fact in facts.parameters:
         uses = _uses(fact, stages, plan.stages - 1)
         places = tuple(placement[stage] for stage, _ in uses)
         region = "full" if fact.style is None or plan.tp == 1 else style(fact.style, fact.module).region
-        if plan.sp and plan.tp > 1 and _on_own_tokens(fact, facts):
+        if plan.tp > 1 and sp and _on_own_tokens(fact, facts):
             region = "tokens"
         parts, start = [], 0
         for piece in fact.pieces:
@@ -262,7 +262,7 @@ def shard(facts: ModelFacts, plan: Plan) -> Sharding:
             start += piece.length
         parameters.append(Parameter(fact.name, tuple(parts)))
     zero = plan.zero if plan.dp > 1 else 0
-    return Sharding(plan.mesh, placement, tuple(parameters), zero, (facts.heads, facts.kv_heads), plan.sp)
+    return Sharding(plan.mesh, placement, tuple(parameters), zero, (facts.heads, facts.kv_heads), sp)
 
 
 def _runs(

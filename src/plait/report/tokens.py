@@ -3,7 +3,6 @@ column a place in the block, the tokens from left to right in each cell."""
 
 from __future__ import annotations
 
-from ..design.plan import Plan
 from .svg import document, rect, text
 
 CELL, HEIGHT, GAP, LEFT, TOP = 96.0, 16.0, 14.0, 64.0, 82.0
@@ -11,9 +10,9 @@ PLACES = (("norm", True), ("attention", False), ("residual, norm", True), ("MLP"
 """Of a block, and whether each rank has its own tokens there."""
 
 
-def svg(plan: Plan, *, title: str) -> str:
-    """The tokens are those that the plan gives each place of tp."""
-    sizes = plan.tokens_at(plan.seq)
+def svg(sizes: tuple[int, ...], *, title: str) -> str:
+    """`sizes`: the tokens of a row that each place of tp has."""
+    seq, ranks = sum(sizes), len(sizes)
     drawn: list[str] = []
     for number, (name, own) in enumerate(PLACES):
         x = LEFT + number * (CELL + GAP)
@@ -21,15 +20,15 @@ def svg(plan: Plan, *, title: str) -> str:
         if number:
             word = "join" if not own else "scatter"
             drawn.append(text(x - GAP / 2, TOP - 10, word, "middle"))
-        for rank in range(plan.tp):
+        for rank in range(ranks):
             y = TOP + rank * (HEIGHT + 8)
-            start = sum(sizes[:rank]) / plan.seq
+            start = sum(sizes[:rank]) / seq
             drawn.append(rect(x, y, CELL, HEIGHT, "idle"))
-            place, width = (x + start * CELL, sizes[rank] / plan.seq * CELL) if own else (x, CELL)
+            place, width = (x + start * CELL, sizes[rank] / seq * CELL) if own else (x, CELL)
             drawn.append(rect(place, y, width, HEIGHT, f"slice{rank % 4}"))
-    for rank in range(plan.tp):
+    for rank in range(ranks):
         drawn.append(text(LEFT - 10, TOP + rank * (HEIGHT + 8) + 12, f"tp {rank}", "end"))
     note = "coloured: the tokens of a row that a rank works on"
-    height = TOP + plan.tp * (HEIGHT + 8) + 34
+    height = TOP + ranks * (HEIGHT + 8) + 34
     drawn.append(text(LEFT, height - 14, note))
     return document(LEFT + len(PLACES) * (CELL + GAP) + 10, height, title, drawn)

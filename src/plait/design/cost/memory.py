@@ -89,7 +89,7 @@ def _step(here: Here, schedule: Schedule, lowered: Schedule, place: int) -> tupl
         return peak.rise(here.at(stage), stage, tokens[m], splits=schedule.splits)
 
     kept_ = _kept(here, schedule, place)
-    plain = all(one.first.trains for one in sharding.parameters) and plan.dp_method == "ddp" and not plan.sp
+    plain = all(one.first.trains for one in sharding.parameters) and plan.dp_method == "ddp" and not sharding.sp
     if plan.chunks_loss or not plain or {plan.accumulates, plan.reduces} != {"fp32"}:
         return kept_, None
     tied = [one for one in sharding.at(place) if one.first.owner == place and len(set(one.first.places)) > 1]

@@ -27,7 +27,7 @@ from itertools import pairwise
 
 from ..facts import ModelFacts, ParameterFact
 from ..per_token import in_attention
-from ..plan import Plan, shape_after, stage_blocks
+from ..plan import Plan, shape_after, stage_blocks, tokens_at
 from ..precision import ELEMENT, WIDE
 from ..records import WORLD, Traffic
 from ..schedule import Schedule
@@ -66,7 +66,7 @@ def _tensor(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, comput
     place = plan.mesh.coordinate(rank)["pp"]
     # All of a step's, over its microbatches.
     tokens = sum(plan.microbatch_rows) * plan.seq
-    if plan.sp:
+    if sharding.sp:
         yield from _sequence(plan, facts, sharding, rank, compute)
     widths: dict[tuple[str, str], list[int]] = defaultdict(list)
     # A stage reads its inputs and writes its outputs by itself, also where another is on the same rank.
@@ -95,7 +95,7 @@ def _of_modules(
         row = style(name, module)
         again = _recomputed(plan, fact)
         times = 1 + (reached and again)
-        branch = plan.sp and fact.block is not None  # whose sums and inputs _sequence counts
+        branch = sharding.sp and fact.block is not None  # whose sums and inputs _sequence counts
         if row.leave == "sum" and not branch:
             yield from ((("row-parallel output", "all_reduce"), fact.width_across) for _ in range(times))
         if row.leave == "gather" and module != facts.head:  # whose output the loss reads cut
@@ -158,7 +158,7 @@ def _sequence(plan: Plan, facts: ModelFacts, sharding: Sharding, rank: int, comp
             again = plan.recompute == "full" and plan.recomputes(facts.blocks - 1)
             again = again and sharding.reaches(stage, facts.blocks - 1)
             count("own tokens out of the blocks", "all_gather", 1 + again)
-    longest = max(plan.tokens_at(plan.seq)) * plan.tp
+    longest = max(tokens_at(plan, facts, plan.seq)) * plan.tp
     payload = sum(plan.microbatch_rows) * longest * facts.hidden * compute
     for (why, operation), times in calls.items():
         if times:

@@ -199,7 +199,8 @@ def _body(plan: Plan, model: Trained, sharding: Sharding, world: World, stage: i
         return SequentialStage(model, *stage_blocks(plan, model.facts)[stage], dtype)
     return StageModel(
         model, sharding, world.rank, stage, dtype, seed=plan.seed, attention=plan.attention,
-        stops=plan.chunks_loss and stage == plan.loss_stage, own=partial(layers.own_span, plan, world.coordinate["tp"]),
+        stops=plan.chunks_loss and stage == plan.loss_stage,
+        own=partial(layers.own_span, plan, model.facts, world.coordinate["tp"]),
     )  # fmt: skip
 
 
@@ -218,11 +219,11 @@ def _bodies(
         body = bodies[number] = _body(plan, model, sharding, world, number, dtype)
         if splits:
             owed[number] = WeightGradients()
-        if plan.sp:
-            cut[number] = Tokens(world.group("tp"), partial(layers.own_tokens, plan, body), soon.pay)
+        if sharding.sp:
+            cut[number] = Tokens(world.group("tp"), partial(layers.own_tokens, plan, model.facts, body), soon.pay)
         ways = layers.Ways(owed.get(number), cut.get(number), shared, soon)
         later = layers.replace_forwards(plan, model, body, sharding, world, number, ways)
-        if plan.sp:
+        if sharding.sp:
             layers.cut_rows(cut[number], model, body, sharding)
             if number == 0:
                 cut[number].begin(body.blocks[0])

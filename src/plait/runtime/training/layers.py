@@ -10,8 +10,9 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from ...design.facts import ModelFacts
 from ...design.part import Parameter
-from ...design.plan import Plan
+from ...design.plan import Plan, cuts_rows, tokens_at
 from ...design.sharding import Sharding
 from ...design.styles import Style, style
 from ..comm.world import World
@@ -124,16 +125,16 @@ def cut_rows(tokens: Tokens, model: Trained, body: Body, sharding: Sharding) -> 
                 tokens.once(body.module.get_submodule(name))
 
 
-def own_tokens(plan: Plan, body: Body) -> Sequence[int]:
+def own_tokens(plan: Plan, facts: ModelFacts, body: Body) -> Sequence[int]:
     assert body.at_hand is not None
-    return plan.tokens_at(body.at_hand.tokens.shape[1])
+    return tokens_at(plan, facts, body.at_hand.tokens.shape[1])
 
 
-def own_span(plan: Plan, place: int, seq: int) -> tuple[int, int, int] | None:
+def own_span(plan: Plan, facts: ModelFacts, place: int, seq: int) -> tuple[int, int, int] | None:
     """Which of so many tokens of a row a place of tp has between the branches of blocks, if not all."""
-    sizes = plan.tokens_at(seq)
+    sizes = tokens_at(plan, facts, seq)
     start = sum(sizes[:place])
-    return (start, start + sizes[place], seq) if plan.sp else None
+    return (start, start + sizes[place], seq) if cuts_rows(plan, facts) else None
 
 
 def first_row(parameter: Parameter, world: World) -> int:
