@@ -111,6 +111,8 @@ class Parameter:
         """Some parts of a fused tensor may be summed over more: keys and values of which several ranks have copies,
         beside queries of their own. That is done in each backward. The axes, and where the parts stand in what `rank`
         holds."""
+        if len(self.parts) == 1:
+            return (), ()
         axes: tuple[str, ...] = ()
         found, start = [], 0
         for part, (first, last) in zip(self.parts, self.spans(mesh, rank), strict=True):

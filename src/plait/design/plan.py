@@ -366,7 +366,7 @@ def width_after(plan: Plan, facts: ModelFacts, stage: int, *, tp: int) -> int:
     stage that has blocks the logits, which stay cut."""
     if stage < plan.stages - 1:
         return facts.widths[stage_blocks(plan, facts)[stage][1] - 1] if facts.widths else facts.hidden
-    if facts.head_weight.cut is None:
+    if plan.tp == 1 or facts.head_weight.cut is None:
         return facts.vocabulary
     start, stop = balanced(facts.vocabulary, plan.tp, tp)
     return stop - start
