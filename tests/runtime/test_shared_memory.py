@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -306,24 +307,15 @@ def test_no_segment_outlives_its_ranks(nursery: Nursery) -> None:
     assert left == []
 
 
-def alone_in_waiting(_: str) -> Any:
-    """What a rank says whose neighbour has ended in peace, without a parent to tell it."""
-
-    def main(meeting: Rendezvous) -> Any:
-        with World(meeting, dp(2)) as world:
-            group = world.group("dp")
-            if world.rank:
-                return ""
-            try:
-                all_reduce(torch.ones(3), group, why="t")
-            except RuntimeError as error:
-                return str(error)
-
-    return launch(main, 2, local_transport="shared")[0]
-
-
-def test_a_neighbour_that_is_gone(nursery: Nursery) -> None:
-    assert nursery(alone_in_waiting, "") == "connection closed: the process of rank 1 is gone"
+def test_a_neighbour_that_is_gone() -> None:
+    """What a rank says by itself, where no parent tells it."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    own, other = segment.Segment.made(), segment.Segment.made()
+    other.words[segment.PROCESS] = ended.pid
+    near = segment.Neighbours({0: own, 1: other}, 0, 60)
+    with pytest.raises(RuntimeError, match=r"^connection closed: the process of rank 1 is gone$"):
+        near.until(lambda: False, [1])
 
 
 def without_a_view(transport: str) -> Any:

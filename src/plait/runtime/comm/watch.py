@@ -211,7 +211,9 @@ def _deadlock(slots: Sequence[Slot], notes: Mapping[int, str]) -> Verdict | None
         return None
     gone = sorted({other for rank in waiting for other in waits_for[rank]} & ended)
     if gone:
-        sentence = f"{_capital(gone)} ended without a call that {ranks_named(waiting)} wait for."
+        sentence = (
+            f"{_capital(gone)} ended without a call that {ranks_named(waiting)} wait{'s' * (len(waiting) == 1)} for."
+        )
         return Verdict("deadlock", gone[0], sentence, story(slots, notes))
     first = by_rank[waiting[0]]
     assert first.wait is not None
