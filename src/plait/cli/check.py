@@ -68,7 +68,7 @@ def _run(plan: Plan, origin: dict[str, str], *, full: bool, plant: Callable[[], 
 
     if Rendezvous.from_environment() is not None:
         raise PlanError("plait check starts ranks of its own, so a launcher has nothing to start: run it without one.")
-    model = read(plan.model, weights=full)
+    model = read(plan.model, weights=full, vocabulary=plan.vocabulary)
     validate(plan, model.facts)
     refuse_too_many(plan.world)
     small = twin(model, plan)

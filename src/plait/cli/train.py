@@ -64,7 +64,7 @@ def train(
     if here is not None:
         plan = _under_launcher(plan, here.size, prove)
         here = here.of(plan)
-    model = read(plan.model)
+    model = read(plan.model, vocabulary=plan.vocabulary)
     validate(plan, model.facts)
     plan = settled(plan, model.facts)
     if here is None:

@@ -36,6 +36,9 @@ class Plan(BaseModel):
         "stdlib",
         description="A text file, a directory of text files, or 'stdlib' (Python's own sources).",
     )
+    vocabulary: int = Field(
+        0, ge=0, description="Rows of the vocabulary, to add some to those that the model has, drawn; 0: its own."
+    )
     tokenizer: Literal["auto", "model", "bpe", "bytes"] = Field(
         "auto",
         description="The model's own, BPE trained once on the data, or plain bytes; auto: the model's own when its "

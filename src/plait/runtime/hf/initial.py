@@ -7,8 +7,10 @@ does not learn (rotary tables) is made by its rule then.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -79,15 +81,19 @@ def start(model: Any, weights: Weights | None, seed: int) -> Tensors:
     if weights is None:
         return lambda name, module: draw(model, name, module, seed)
     reader = Reader(weights, model)
-    return lambda name, module: _read(reader, model, name, module)
+    return lambda name, module: _read(reader, model, name, module, seed)
 
 
-def _read(reader: Reader, model: Any, name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _read(reader: Reader, model: Any, name: str, module: nn.Module, seed: int) -> Iterator[tuple[str, Any]]:
+    def drawn(key: str) -> Tensor:
+        alone = copy.deepcopy(module)  # which is on the meta device, and stays there
+        return dict(draw(model, name, alone, seed))[key]
+
     for key, parameter in module.named_parameters(recurse=False):
         # A tied one is asked for by its owner's name.
-        yield key, reader.get(f"{name}.{key}", parameter)
+        yield key, reader.get(f"{name}.{key}", parameter, partial(drawn, key))
     for key, buffer in draw(model, name, module, 0, parameters=False):
-        yield key, reader.get(f"{name}.{key}", buffer)[...].to(buffer.dtype, copy=True)
+        yield key, reader.get(f"{name}.{key}", buffer, partial(drawn, key))[...].to(buffer.dtype, copy=True)
 
 
 def take(parameter: Parameter, whole: Any, mesh: Mesh, rank: int) -> Tensor:

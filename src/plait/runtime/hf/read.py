@@ -68,20 +68,34 @@ def presets() -> list[str]:
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
 
 
-def read(model: str, *, weights: bool = True) -> Model:
-    """The model named `model`; whatever is wrong with the name, the config or the weights is a `PlanError`. Without
-    `weights` they are left alone, and those of the result are drawn."""
+def read(model: str, *, weights: bool = True, vocabulary: int = 0) -> Model:
+    """The model named `model`, with a `vocabulary` of more rows than it has where one is given; whatever is wrong with
+    the name, the config or the weights is a `PlanError`. Without `weights` they are left alone, and those of the result
+    are drawn."""
     config, folder = _config(model, weights)
     refuse(model, config)
+    if vocabulary:
+        _enlarge(model, config, vocabulary)
     found = from_config(model, config)
     if folder is None or not weights:
         return found
     meta = _on_paper(config)
     aliases = {name: f"{tied.owner}.{tied.tensor}" for name, tied in find_tied(meta).items()}
-    tokenizer = folder / TOKENIZER
+    tokenizer, grows = folder / TOKENIZER, vocabulary > 0
     return replace(
-        found, weights=real.find(folder, meta, aliases), tokenizer=tokenizer if tokenizer.is_file() else None
+        found,
+        weights=real.find(folder, meta, aliases, grows=grows),
+        tokenizer=tokenizer if tokenizer.is_file() else None,
     )
+
+
+def _enlarge(model: str, config: Any, vocabulary: int) -> None:
+    if not config.vocab_size <= vocabulary <= LARGEST_SIZE:
+        raise PlanError(
+            f"vocabulary {vocabulary} takes rows away from the {config.vocab_size} of {model}: set {config.vocab_size} "
+            f"or more, or 0."
+        )
+    config.vocab_size = vocabulary
 
 
 def from_config(name: str, config: Any) -> Model:

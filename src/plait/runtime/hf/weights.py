@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,13 @@ COMPARED_ROWS = 4096
 @dataclass(frozen=True)
 class Source:
     """Where a tensor comes from: (pattern of the converter, key in a file), in order, and the converter that makes it of
-    them. Without one it is the tensor of its only key. `first` is the name that the converter knows the result by."""
+    them. Without one it is the tensor of its only key. `first` is the name that the converter knows the result by,
+    `rows` how many the tensor has, where the model has more."""
 
     first: str
     keys: tuple[tuple[str, str], ...]
     converter: Any = None
+    rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,12 @@ class Reader:
     def __contains__(self, name: str) -> bool:
         return name in self._weights.sources
 
-    def get(self, name: str, otherwise: Any) -> Any:
+    def get(self, name: str, otherwise: Any, drawn: Callable[[], Tensor]) -> Any:
+        """A tensor, or where the files have none, `otherwise`. Rows that it has not are those of `drawn`, whole."""
         if name not in self:
             return otherwise
-        return self[name]
+        rows = self._weights.sources[name].rows
+        return _Grown(self[name], rows, drawn) if rows else self[name]
 
     def __getitem__(self, name: str) -> Any:
         """Something that is sliced as a tensor is; what a slice gives may be a view into a mapped file."""
@@ -105,17 +109,42 @@ class _Sliced:
         return found
 
 
-def find(folder: Path, model: Any, aliases: Mapping[str, str]) -> Weights | None:
+class _Grown:
+    """A tensor in a file, with rows behind it that it has not."""
+
+    def __init__(self, inner: Any, rows: int, drawn: Callable[[], Tensor]) -> None:
+        self._inner, self._rows, self._drawn = inner, rows, drawn
+
+    def __getitem__(self, index: Any) -> Tensor:
+        first, *others = index if isinstance(index, tuple) else (index,)
+        drawn = self._drawn()
+        start, stop, _ = first.indices(len(drawn)) if isinstance(first, slice) else (0, len(drawn), 1)
+        rows = min(stop, self._rows)
+        new = drawn[(slice(max(start, self._rows), stop), *others)]
+        if start >= rows:
+            return new
+        old: Tensor = self._inner[(slice(start, rows), *others)]
+        return torch.cat([old, new.to(old.dtype)])
+
+
+def find(folder: Path, model: Any, aliases: Mapping[str, str], *, grows: bool = False) -> Weights | None:
     """The weights in `folder` for `model` (on the meta device), or None where there are none. `aliases` are the further
-    names of tied parameters. Whatever does not fit is a `PlanError`."""
+    names of tied parameters; where a model `grows`, files may have fewer rows of its vocabulary. Whatever does not fit
+    is a `PlanError`."""
     here = stored(folder)
-    return None if here is None else _Match(folder, here, model, aliases).weights()
+    return None if here is None else _Match(folder, here, model, aliases, grows=grows).weights()
 
 
 class _Match:
     """The tensors of a directory against those that a model has."""
 
-    def __init__(self, folder: Path, here: Mapping[str, Stored], model: Any, aliases: Mapping[str, str]) -> None:
+    def __init__(
+        self, folder: Path, here: Mapping[str, Stored], model: Any, aliases: Mapping[str, str], *, grows: bool
+    ) -> None:  # fmt: skip
+        ends = (model.get_input_embeddings(), model.get_output_embeddings()) if grows else ()
+        ours = {id(tensor) for module in ends for tensor in module.parameters(recurse=False)}
+        named = model.named_parameters(remove_duplicate=False)
+        self._grow = {name for name, tensor in named if id(tensor) in ours}
         self._folder, self._here, self._model, self._aliases = folder, here, model, aliases
         self._wanted: dict[str, Tensor] = model.state_dict()
         self._parameters = {name for name, _ in model.named_parameters()}
@@ -175,7 +204,9 @@ class _Match:
                 if name not in self._wanted:
                     continue
                 wanted = tuple(self._wanted[name].shape)
-                if shape != wanted:
+                if name in self._grow and shape[1:] == wanted[1:] and shape[0] < wanted[0]:
+                    source = replace(source, rows=shape[0])
+                elif shape != wanted:
                     raise PlanError(
                         f"{name} is {_size(shape)} in {self._file(source)}, but config.json makes it {_size(wanted)}: "
                         f"they are of different models. Correct config.json, or fetch both again."
@@ -219,7 +250,9 @@ class _Match:
         reader = Reader(weights, self._model)
         for alias, owner in self._aliases.items():
             both = alias in reader and owner in reader
-            if both and not _equal(reader[alias], reader[owner], len(self._wanted[owner])):
+            if both and not _equal(
+                reader[alias], reader[owner], weights.sources[owner].rows or len(self._wanted[owner])
+            ):
                 raise PlanError(
                     f"{self._folder} has different values for {owner} and {alias}, which config.json ties: set "
                     f"tie_word_embeddings to false in it."

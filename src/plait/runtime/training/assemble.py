@@ -188,7 +188,7 @@ def model_of(plan: Plan, model: Model | nn.Sequential | None, *, wide: bool = Fa
     """The model that is trained, which the plan fits: the one given, or the plan's."""
     if isinstance(model, nn.Sequential):
         return sequential.read(model, plan, torch.float64 if wide else TYPES[plan.compute])
-    model = model or read(plan.model)
+    model = model or read(plan.model, vocabulary=plan.vocabulary)
     validate(plan, model.facts)
     return model
 
