@@ -155,7 +155,7 @@ def test_a_rank_that_is_stopped_for_a_moment_is_not_dead(launch: Launch) -> None
 
 def test_calls_that_do_not_go_together(launch: Launch) -> None:
     """Gloo ends the process whose collective meets one of another size; it still comes out as what it is."""
-    commands = launch(2, "--tp", 2, before=OTHERWISE.format(call=5, action="x = x.double()"))
+    commands = launch(2, "--tp", 2, "--no-sp", before=OTHERWISE.format(call=5, action="x = x.double()"))
     ended = [command.ended() for command in commands]
     assert [one.code for one in ended] == [4, 4], [one.err for one in ended]
     assert "rank 0 called all_reduce float32 [4, 32, 64]" in last_sentence(ended[0].err)
@@ -163,7 +163,7 @@ def test_calls_that_do_not_go_together(launch: Launch) -> None:
 
 
 def test_calls_of_one_size_but_not_one_meaning(launch: Launch) -> None:
-    commands = launch(2, "--tp", 2, before=OTHERWISE.format(call=5, action="how['op'] = 'max'"))
+    commands = launch(2, "--tp", 2, "--no-sp", before=OTHERWISE.format(call=5, action="how['op'] = 'max'"))
     ended = [command.ended() for command in commands]
     assert [one.code for one in ended] == [4, 4], [one.err for one in ended]
     assert ended[0].sentence.endswith("No rank takes step 1.")

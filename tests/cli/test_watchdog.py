@@ -87,7 +87,7 @@ def test_calls_that_do_not_go_together(
 ) -> None:
     """Seen without a limit: the default one is ten minutes."""
     out = tmp_path / "run"
-    command = plait.start(*small, "--tp", 2, "--out", out, before=OTHERWISE.format(call=call, action=action))
+    command = plait.start(*small, "--tp", 2, "--no-sp", "--out", out, before=OTHERWISE.format(call=call, action=action))
     ended = command.ended()
     assert ended.code == 4, ended.err
     sentence = last_sentence(ended.err)
@@ -108,7 +108,7 @@ def test_calls_of_one_size_but_not_one_meaning(
     """A maximum that meets a sum goes through, with wrong numbers: found before the optimizer's step, or, when asked
     for, before the call."""
     before = OTHERWISE.format(call=5, action="how['op'] = 'max'")
-    ended = plait.run(*small, "--tp", 2, *check, "--out", tmp_path / "run", before=before)
+    ended = plait.run(*small, "--tp", 2, "--no-sp", *check, "--out", tmp_path / "run", before=before)
     assert ended.code == 4, ended.err
     words = (
         r"as call 7 of ranks 0 and 1, rank 0 called all_reduce float32 .*, but rank 1 called all_reduce \(maximum\) "
@@ -119,7 +119,7 @@ def test_calls_of_one_size_but_not_one_meaning(
 
 
 def test_the_comm_check_of_a_good_run(plait: Driver, small: Sequence[object], tmp_path: Path) -> None:
-    layout = ("--pp", 2, "--tp", 2, "--microbatches", 2, "--comm-check")
+    layout = ("--pp", 2, "--tp", 2, "--no-sp", "--microbatches", 2, "--comm-check")
     ended = plait.run(*small, *layout, "--out", tmp_path / "run")
     assert (ended.code, ended.err) == (0, "")
 
@@ -182,7 +182,7 @@ def test_p102_who_has_not_joined_is_said(plait: Driver, small: Sequence[object],
 
 def test_p147_ports_take_nothing_from_strangers(plait: Driver, small: Sequence[object], tmp_path: Path) -> None:
     out = tmp_path / "run"
-    layout = ("--dp", 2, "--tp", 2, "--steps", 60, "--local-transport", "torch")
+    layout = ("--dp", 2, "--tp", 2, "--no-sp", "--steps", 60, "--local-transport", "torch")
     command = plait.start(*small, *layout, "--out", out)
     command.stepping(out / "metrics.jsonl")
     ports = listening(command.processes())
