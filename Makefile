@@ -14,7 +14,7 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/ruff check src tests docs bench
 	$(BIN)/mypy
-	$(BIN)/python tests/halves.py
+	$(BIN)/python tests/parts.py
 
 # On the weights of a real model; without it these tests are skipped.
 test-weights: $(WEIGHTS)
