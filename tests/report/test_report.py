@@ -227,7 +227,7 @@ def test_sharding_table_sums_bytes_by_rank() -> None:
 def test_traffic_table_sums_and_marks() -> None:
     rows = predict(Plan(pp=2, dp=2, tp=2, microbatches=2, seq=16), FACTS)
     shown = cells(traffic.table(rows, rows))
-    for axis, why in (("pp", "activation"), ("dp", "gradients"), ("dp.tp", "gradients")):
+    for axis, why in (("pp", "activation"), ("dp", "gradients")):
         sent = sum(row.sent for row in rows if (row.axis, row.why) == (axis, why))
         line = next(line for line in shown if {axis, why} <= set(line))
         assert line[-3:] == [f"{int(sent):,}"] * 2 + [traffic.EQUAL]
