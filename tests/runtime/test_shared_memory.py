@@ -283,7 +283,14 @@ def ends(kind: str) -> Any:
 
 
 def leftovers() -> list[str]:
-    """Processes of this job that still map a segment."""
+    """Processes of this job that still map a segment when those that were ended have had time to go."""
+    until = time.monotonic() + 10
+    while (found := mapping()) and time.monotonic() < until:
+        time.sleep(0.05)
+    return found
+
+
+def mapping() -> list[str]:
     found = []
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
