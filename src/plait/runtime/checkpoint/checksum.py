@@ -36,27 +36,33 @@ class Checksum:
     """`crc32` for one thread, with the space that it works in."""
 
     def __init__(self) -> None:
-        self._blocks = [np.zeros(BLOCK, np.uint8) for _ in range(3)]
+        blocks = self._blocks = [np.zeros(BLOCK, np.uint8) for _ in range(3)]
         self._rest = np.zeros(FAR + BLOCK, np.uint8)
+        # In turn one is written, from the last and the one before it; what of those goes where, sliced once.
+        turns = [(blocks[turn], blocks[turn - 1], blocks[turn - 2]) for turn in range(3)]
+        self._turns = [
+            (block, last, block[:NEAR], before[-NEAR:], block[NEAR:], last[:-NEAR]) for block, last, before in turns
+        ]
 
     def __call__(self, view: memoryview) -> int:
         """The CRC-32 of contiguous bytes."""
         if view.nbytes < WORTH:
             return zlib.crc32(view)
-        data = np.frombuffer(view, np.uint8)
+        data, xor = np.frombuffer(view, np.uint8), np.bitwise_xor
         count = (len(data) - FAR) // BLOCK
-        before, last, block = self._blocks
-        before[:] = 0
-        last[:] = data[:BLOCK]
-        last[:4] ^= 255
+        rows = data[: count * BLOCK].reshape(count, BLOCK)
+        self._blocks[-1][:] = 0
+        self._blocks[0][:] = rows[0]
+        self._blocks[0][:4] ^= 255
         for number in range(1, count):
-            np.bitwise_xor(data[number * BLOCK :][:BLOCK], last, out=block)
-            block[:NEAR] ^= before[-NEAR:]
-            block[NEAR:] ^= last[:-NEAR]
-            before, last, block = last, block, before
+            block, last, near, from_before, far, from_last = self._turns[number % 3]
+            xor(rows[number], last, block)
+            xor(near, from_before, near)
+            xor(far, from_last, far)
+        last, before = self._blocks[(count - 1) % 3], self._blocks[(count - 2) % 3]
         left = data[count * BLOCK :]
         rest = self._rest[: len(left)]
-        np.bitwise_xor(left[:BLOCK], last, out=rest[:BLOCK])
+        xor(left[:BLOCK], last, rest[:BLOCK])
         rest[BLOCK:] = left[BLOCK:]
         rest[:NEAR] ^= before[-NEAR:]
         rest[NEAR:FAR] ^= last
