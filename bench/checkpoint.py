@@ -1,11 +1,11 @@
 """python -m bench.checkpoint: what a checkpoint costs beside a plain write, read and copy of the same bytes, and beside
 torch.distributed.checkpoint.
 
-All in the same ranks, turn by turn; each number is the median over the turns of the slowest rank. The plain write is one
-file a rank from one buffer, with the syncs and the rename of a checkpoint and the same barriers; the plain read fills one
-buffer with the same files; the plain copy copies what a rank writes, in one piece, to memory that was touched before.
-Files are read from the disk: the system is told to forget them before. torch saves the same tensors, of which dp ranks
-have copies and share the work too.
+All in the same ranks, turn by turn, every other turn in the opposite order; each number is the median over the turns of
+the slowest rank. The plain write is one file a rank from one buffer, with the syncs and the rename of a checkpoint and
+the same barriers; the plain read fills one buffer with the same files; the plain copy copies what a rank writes, in one
+piece, to memory that was touched before. Files are read from the disk: the system is told to forget them before. torch
+saves the same tensors, of which dp ranks have copies and share the work too.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class Turns:
         found: dict[str, list[float]] = {}
         self.keep()
         for turn in range(TURNS + 1):
-            for name, do in self.things().items():
+            things = list(self.things().items())
+            for name, do in things if turn % 2 else reversed(things):  # each leaves the system's caches to the next
                 seconds = self.timed(do)
                 if turn:  # the first warms up
                     found.setdefault(name, []).append(seconds)

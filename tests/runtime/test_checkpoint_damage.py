@@ -372,9 +372,9 @@ def test_load_reads_no_more_than_it_needs(run: Path, monkeypatch: pytest.MonkeyP
     folder, index, _ = newest(run)
     read, real = [0], disk.fill
 
-    def counting(fd: int, view: memoryview, offset: int) -> int:
-        read[0] += view.nbytes
-        return real(fd, view, offset)
+    def counting(fd: int, views: Sequence[memoryview], offset: int) -> int:
+        read[0] += sum(view.nbytes for view in views)
+        return real(fd, views, offset)
 
     monkeypatch.setattr(disk, "fill", counting)
     loaded(folder, index, {"pp": 2})
@@ -392,9 +392,9 @@ def test_load_holds_one_slice_beside_what_is_kept(run: Path, monkeypatch: pytest
     folder, index, _ = newest(run)
     sizes, real = list[int](), disk.fill
 
-    def noting(fd: int, view: memoryview, offset: int) -> int:
-        sizes.append(view.nbytes if offset else 0)
-        return real(fd, view, offset)
+    def noting(fd: int, views: Sequence[memoryview], offset: int) -> int:
+        sizes.extend(view.nbytes if offset else 0 for view in views)
+        return real(fd, views, offset)
 
     monkeypatch.setattr(disk, "fill", noting)
     loaded(folder, index, {"tp": 2, "dp": 2, "zero": 3})

@@ -78,26 +78,24 @@ def open_plain(path: Path) -> int:
     return fd
 
 
-def expect(fd: int, offset: int, size: int) -> None:
-    """Has the system begin to read bytes that will be asked for, where it can."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, offset, size, os.POSIX_FADV_WILLNEED)
-
-
 def let_go(fd: int, offset: int, size: int) -> None:
     """Has the system begin to write bytes to the disk that nobody will change, where it can: to be synced later."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
 
 
-def fill(fd: int, view: memoryview, offset: int) -> int:
-    """Reads into `view` from `offset` on: how many bytes there were."""
-    done = 0
-    while done < view.nbytes:
-        count = os.preadv(fd, [view[done:]], offset + done)
+def fill(fd: int, views: Sequence[memoryview], offset: int) -> int:
+    """Reads into buffers, one after the other, from `offset` on: how many bytes there were."""
+    left, done = [view for view in views if view.nbytes], 0
+    while left:
+        count = os.preadv(fd, left[:MOST_AT_ONCE], offset + done)
         if not count:
             break
         done += count
+        while left and count >= left[0].nbytes:
+            count -= left.pop(0).nbytes
+        if count:
+            left[0] = left[0][count:]
     return done
 
 

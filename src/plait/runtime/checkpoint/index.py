@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
@@ -64,7 +65,7 @@ class SavedFile:
     crc: int
     slices: tuple[Saved, ...]
 
-    @property
+    @cached_property
     def header(self) -> bytes:
         """What must come before the first slice."""
         return header([(key(one.name, one.quantity, one.box), one.dtype, one.box, one.size) for one in self.slices])

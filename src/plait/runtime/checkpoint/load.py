@@ -9,9 +9,7 @@ straight to its place. Between them the ranks read every slice, so what is damag
 
 from __future__ import annotations
 
-import zlib
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,16 +21,15 @@ from ...design.errors import PlanError
 from ...design.layout import box_shape, overlap
 from ...design.slices import Slice
 from . import disk
+from .checksum import Checksum
 from .index import NAME, DamagedError, Index, Saved, SavedFile, TensorShape
 from .save import view_of
 
 TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-SMALL = 1 << 16
-"""Bytes of a slice that is summed up at once: to ask somebody else would take longer."""
-AHEAD = 1 << 25
-"""Bytes that are asked of the disk before they are needed. Of a file, a rank mostly needs what follows."""
+TOGETHER = 1 << 23
+"""Bytes of slices that are read in one call and summed up in one go, at least, where there are as many."""
 
 
 @dataclass(frozen=True)
@@ -59,67 +56,82 @@ class Files:
 
     folder: Path
     _open: dict[str, int] = field(default_factory=dict)
-    _expected: dict[str, int] = field(default_factory=dict)
     _space: bytearray = field(default_factory=bytearray)
-    _checks: deque[tuple[Future[int], SavedFile, Saved]] = field(default_factory=deque)
+    _waiting: list[tuple[memoryview, Saved]] = field(default_factory=list)
+    _file: SavedFile | None = None
+    _sums: list[tuple[Future[list[int]], SavedFile, list[Saved]]] = field(default_factory=list)
+    _sum: Checksum = field(default_factory=Checksum)
+    _sum_beside: Checksum = field(default_factory=Checksum)
     _beside: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def read(self, file: SavedFile, one: Saved) -> memoryview:
         """The bytes of a slice, found to be what was written; there until the next is read."""
+        self._read_waiting()
         if len(self._space) < one.size:
             self._space = bytearray(one.size)
         into = memoryview(self._space)[: one.size]
-        self._fill(file.name, into, one.offset, _where(one))
-        self._hold(zlib.crc32(into), one.crc, file.name, _where(one))
+        self._fill(file, [(into, _where(one))], one.offset)
+        self._hold(self._sum(into), one.crc, file, _where(one))
         return into
 
     def read_into(self, into: memoryview, file: SavedFile, one: Saved) -> None:
-        """The same at a place of its own, where it is summed up while the next is read: `settle` says whether all that
+        """The same at a place of its own, together with those that follow in the file: `settle` says whether all that
         was read is what was written."""
-        self._fill(file.name, into, one.offset, _where(one))
-        if one.size < SMALL:
-            self._hold(zlib.crc32(into), one.crc, file.name, _where(one))
-        else:
-            self._checks.append((self._beside.submit(zlib.crc32, into), file, one))
-            self.settle(2)
+        if self._waiting:
+            last = self._waiting[-1][1]
+            full = sum(view.nbytes for view, _ in self._waiting) >= TOGETHER or len(self._waiting) == disk.MOST_AT_ONCE
+            if full or self._file is not file or last.offset + last.size != one.offset:
+                self._read_waiting()
+        self._file = file
+        self._waiting.append((into, one))
 
-    def settle(self, but: int = 0) -> None:
-        """Returns when what was read is summed up, but for the last few."""
-        while len(self._checks) > but:
-            found, file, one = self._checks.popleft()
-            self._hold(found.result(), one.crc, file.name, _where(one))
+    def _read_waiting(self) -> None:
+        """Reads the slices that wait for it, and has them summed up while the next are read. Threads that wait for each
+        other at every slice are slower than one."""
+        waiting, file = self._waiting, self._file
+        if not waiting or file is None:
+            return
+        self._waiting = []
+        self._fill(file, [(view, _where(one)) for view, one in waiting], waiting[0][1].offset)
+        views = [view for view, _ in waiting]
+        sums = self._beside.submit(lambda: [self._sum_beside(view) for view in views])
+        self._sums.append((sums, file, [one for _, one in waiting]))
+
+    def settle(self) -> None:
+        """Returns when all that was asked for is read and is what was written."""
+        self._read_waiting()
+        sums, self._sums = self._sums, []
+        for found, file, slices in sums:
+            for number, one in zip(found.result(), slices, strict=True):
+                self._hold(number, one.crc, file, _where(one))
 
     def check_header(self, file: SavedFile) -> None:
         """Reads what comes before the first slice, which must be what follows from the index, and the size."""
         wanted = file.header
         found, where = memoryview(bytearray(len(wanted))), f"its header, bytes 0 to {len(wanted)}"
-        self._fill(file.name, found, 0, where)
-        self._hold(zlib.crc32(found), file.crc, file.name, where)
+        self._fill(file, [(found, where)], 0)
+        self._hold(self._sum(found), file.crc, file, where)
         if found != wanted:
             raise DamagedError(self.folder / file.name, f"its header does not say what {NAME} says")
 
-    def _hold(self, found: int, wanted: int, name: str, where: str) -> None:
+    def _hold(self, found: int, wanted: int, file: SavedFile, where: str) -> None:
         if found != wanted:
-            path = self.folder / name
+            path = self.folder / file.name
             raise DamagedError(path, f"{where} are not what was written: their CRC-32 is another")
 
-    def _fill(self, name: str, into: memoryview, offset: int, where: str) -> None:
-        path = self.folder / name
+    def _fill(self, file: SavedFile, views: Sequence[tuple[memoryview, str]], offset: int) -> None:
+        """Reads what stands one after the other, each with what it is."""
+        path = self.folder / file.name
         try:
-            if name not in self._open:
-                self._open[name] = disk.open_plain(path)
-            count = disk.fill(self._open[name], into, offset)
-            self._expect(name, offset + count)
+            if file.name not in self._open:
+                self._open[file.name] = disk.open_plain(path)
+            left = disk.fill(self._open[file.name], [view for view, _ in views], offset)
         except OSError as error:
             raise DamagedError(path, f"it cannot be read ({(error.strerror or str(error)).lower()})") from None
-        if count < into.nbytes:
-            raise DamagedError(path, f"it ends in {where}")
-
-    def _expect(self, name: str, offset: int) -> None:
-        """The disk is at work while what came is looked at."""
-        if offset + AHEAD // 2 > self._expected.get(name, 0):
-            self._expected[name] = offset + AHEAD
-            disk.expect(self._open[name], offset, AHEAD)
+        for view, where in views:
+            left -= view.nbytes
+            if left < 0:
+                raise DamagedError(path, f"it ends in {where}")
 
     def close(self) -> None:
         self._beside.shutdown(cancel_futures=True)

@@ -11,7 +11,6 @@ is done here, between two steps.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +23,7 @@ from ...design.layout import box_shape
 from ..comm.collectives import all_gather
 from ..comm.world import World
 from . import disk, folders
+from .checksum import Checksum
 from .contents import Contents, Entry, FileLayout
 from .index import NAME, Index, Saved, SavedFile
 
@@ -73,12 +73,17 @@ def bytes_of(tensors: Tensors, layout: FileLayout) -> Iterator[memoryview]:
 
 def write_file(folder: Path, layout: FileLayout, slices: Iterable[memoryview]) -> list[int]:
     """Writes a rank's file, and returns when it is on the disk: the CRC-32 of the header and of every slice."""
-    path = folder / layout.name
+    path, checksum = folder / layout.name, Checksum()
     fd = disk.create(path)
     with open(fd, "wb", buffering=0):
-        found, waiting, size, done = [zlib.crc32(layout.header)], [memoryview(layout.header)], len(layout.header), 0
+        found, waiting, size, done = (
+            [checksum(memoryview(layout.header))],
+            [memoryview(layout.header)],
+            len(layout.header),
+            0,
+        )
         for view in slices:
-            found.append(zlib.crc32(view))
+            found.append(checksum(view))
             waiting.append(view)
             size += view.nbytes
             if size >= TOGETHER:
