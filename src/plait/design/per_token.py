@@ -145,30 +145,44 @@ def at_work(here: Here, stage: int) -> int:
 
 
 def replayed(here: Here, stage: int, *, splits: bool) -> float:
-    """The most bytes a token by which a backward of `stage` with recomputation goes beyond what it began with: the inside
-    of a block comes back when what was kept behind it is gone, or where backward `splits` is put off."""
+    """The most bytes a token by which a backward of `stage` goes beyond what it began with: with recomputation the inside
+    of a block comes back when what was kept behind it is gone; where backward `splits`, what is owed may be more than
+    what is gone."""
     plan, facts, sharding = here.plan, here.facts, here.sharding
-    if plan.recompute == "none":
+    if plan.recompute == "none" and not splits:
         return 0
     item = ELEMENT[plan.compute]
     used = [facts.by_name[held.name] for held in sharding.on_stage(stage)]
     most: float = 0
     since: float = -_of_loss(here, stage)
     plain = without_recomputation(here)
+
+    def owed_first(ours: list[ParameterFact]) -> int:
+        """What the last matrix gave is whole rows, whose gradient it owes while all that is before it is kept."""
+        last = [fact for fact in ours if fact.tensor == "weight" and len(fact.shape) == 2][-1:]
+        return facts.hidden * item * (splits and any(map(plan.trains, last)))
+
     for block, ours in reversed(blocks_of(used)):
         reached = sharding.reaches(stage, block)
         held = block_bytes(here, ours, reached=reached)
         if not reached:
             continue
-        if plan.recompute == "full" and plan.recomputes(block):
-            # In fp32 the norm's input is the block's, which is kept already.
-            inside = block_bytes(plain, ours, reached=True) - (held if item == WIDE else 0)
-            most = max(most, since + inside + (facts.hidden * item * here.own if splits else 0))
-        elif plan.recomputes(block):
-            first = (
-                facts.hidden * (WIDE + 2 * item) + WIDE
-            ) * here.own  # the norm before attention is all that is left by then
-            most = max(most, since + block_bytes(plain, ours, reached=True) - held - (held - first))
+        if block is not None and (splits or plan.recomputes(block)):
+            whole = block_bytes(plain, ours, reached=True)
+            again = whole - held
+            if plan.recompute == "full" and plan.recomputes(block):
+                # In fp32 the norm's input is the block's, which is kept; with sp the first block takes a part of it.
+                again = whole - (held if item == WIDE and (block or not sharding.sp) else 0)
+                most = max(most, since + again + owed_first(ours))
+            elif splits:
+                most = max(most, since + owed_first(ours))
+            attending = [fact for fact in ours if in_attention(fact)]
+            rest = [fact for fact in ours if not in_attention(fact)]
+            # By then the norm before attention is all that is left besides.
+            first = (facts.hidden * (WIDE + 2 * item) + WIDE) * here.own
+            gone = whole - matrices(plain, attending) * item - WIDE * here.heads - first
+            owed = (deferred(here, stage, rest) if splits else 0) + owed_first(attending)
+            most = max(most, since + again - gone + owed)
         since -= held
         if splits:
             since += deferred(here, stage, ours)
@@ -203,7 +217,7 @@ def block_bytes(here: Here, ours: list[ParameterFact], *, reached: bool) -> floa
     unread = sum(not plan.trains(fact) for fact in norms)
     by_columns = [fact for fact in weights if _cut_by_columns(fact)]
     unread += len({fact.reads for fact in by_columns} - {fact.reads for fact in by_columns if plan.trains(fact)})
-    return (token - unread * facts.hidden * item) * here.own + _matrices(here, weights) * item + scores
+    return (token - unread * facts.hidden * item) * here.own + matrices(here, weights) * item + scores
 
 
 def _of_an_end(plan: Plan, facts: ModelFacts, ours: list[ParameterFact], *, reached: bool) -> int:
@@ -279,7 +293,7 @@ def arriving(here: Here, stage: int) -> float:
     return (here.rows if stage == plan.stages - 1 else facts.hidden) * ELEMENT[plan.compute]
 
 
-def _matrices(here: Here, weights: list[ParameterFact]) -> int:
+def matrices(here: Here, weights: list[ParameterFact]) -> int:
     """Elements a token that the matrices of one block leave behind: the outputs of those cut by rows, the inputs of those
     cut by columns; and where a gate multiplies, its activation's output."""
     found = 0

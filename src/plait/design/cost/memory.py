@@ -20,10 +20,10 @@ These equal what a run holds, to the byte; with the paper's types (`kept_of`) th
 each token leaves behind (`per_token.kept`), times the tokens of each microbatch, added up as the schedule has them alive
 on the rank. Where backward is split, `deferred` lives on until the backward of the weights, and the gradient that a
 stage gets (`arriving`) is kept while all its activations still are; so is, where the loss is in chunks, the chunk of
-logits `at_work`. By how much the fullest moment of a step goes beyond that is peak.py's, which knows no loss in chunks,
-no frozen weights, no sequence parallelism, and no gradients in another type than fp32. Left out: the masks of packed
-documents, the batch itself, what a kernel needs while it runs, what an allocator rounds up, and the process (interpreter,
-libraries, CUDA's context).
+logits `at_work`. By how much the fullest moment of a step goes beyond that is peak.py's, with sequence parallelism
+sequence.py's, which know no loss in chunks, no frozen weights, and no gradients in another type than fp32. Left out: the
+masks of packed documents, the batch itself, what a kernel needs while it runs, what an allocator rounds up, and the
+process (interpreter, libraries, CUDA's context).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ..schedule import peak as fullest
 from ..sharding import Sharding, shard
 from ..table import table
 from ..unit import IN_FLIGHT, Unit, slot_sizes
-from . import peak
+from . import peak, sequence
 
 COUNTER = 4
 """AdamW counts its updates in one fp32 number a tensor."""
@@ -86,10 +86,11 @@ def _step(here: Here, schedule: Schedule, lowered: Schedule, place: int) -> tupl
 
     @cache
     def rises(stage: int, m: int) -> peak.Rise:
-        return peak.rise(here.at(stage), stage, tokens[m], splits=schedule.splits)
+        rise = sequence.rise if sharding.sp else peak.rise
+        return rise(here.at(stage), stage, tokens[m], splits=schedule.splits)
 
     kept_ = _kept(here, schedule, place)
-    plain = all(one.first.trains for one in sharding.parameters) and plan.dp_method == "ddp" and not sharding.sp
+    plain = all(one.first.trains for one in sharding.parameters) and plan.dp_method == "ddp"
     if plan.chunks_loss or not plain or {plan.accumulates, plan.reduces} != {"fp32"}:
         return kept_, None
     tied = [one for one in sharding.at(place) if one.first.owner == place and len(set(one.first.places)) > 1]

@@ -79,7 +79,7 @@ def _forward(here: Here, used: list[ParameterFact], stage: int, tokens: int) -> 
     most, later = 2 * hidden, 0
     for block, ours in reversed(blocks_of(used)):
         if plan.recompute == "full" and plan.recomputes(block):
-            most = max(most, 3 * _inside(here, ours)[0] * item + 2 * hidden - later)
+            most = max(most, 3 * inside(here, ours)[0] * item + 2 * hidden - later)
         later += int(block_bytes(here, ours, reached=True))
     return most * tokens
 
@@ -107,11 +107,11 @@ def _backward(here: Here, used: list[ParameterFact], stage: int, tokens: int, *,
             looked_up = [fact for fact in ours if stage == 0 and not fact.after_blocks and len(fact.shape) == 2]
             most = max([most, *(since + gradient(fact) for fact in looked_up)])
         else:
-            wide, gated, widest = _inside(here, ours)
-            inside = wide * item * tokens
+            wide, gated, widest = inside(here, ours)
+            both = wide * item * tokens
             # Where backward is split what down read is owed to its weight, and the gradients before the gate to theirs.
-            work = max(inside + (0 if splits else widest * item), inside * (1 + gated + splits))
-            work = max(work, NORM * WIDE * facts.hidden * tokens - inside * (1 if splits else 2 + 2 * gated))
+            work = max(both + (0 if splits else widest * item), both * (1 + gated + splits))
+            work = max(work, NORM * WIDE * facts.hidden * tokens - both * (1 if splits else 2 + 2 * gated))
             if plan.recompute == "full" and plan.recomputes(block):
                 # What the block gave is there again; in fp32 what its norm reads is what was kept.
                 work += int(block_bytes(plain, ours, reached=True)) * tokens - (held if item == WIDE else 0) + hidden
@@ -122,7 +122,7 @@ def _backward(here: Here, used: list[ParameterFact], stage: int, tokens: int, *,
     return most
 
 
-def _inside(here: Here, ours: list[ParameterFact]) -> tuple[int, bool, int]:
+def inside(here: Here, ours: list[ParameterFact]) -> tuple[int, bool, int]:
     """Of a block: elements a token of what the MLP's last matrix reads, whether a gate multiplies there, and elements of
     the largest matrix."""
     matrices = [fact for fact in ours if len(fact.shape) == 2 and fact.style in STYLES and fact.cut is not None]

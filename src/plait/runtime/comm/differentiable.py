@@ -139,7 +139,8 @@ class _Take(Function):
     def forward(ctx: Any, x: Tensor, group: Group, sizes: Sequence[int], why: str) -> Tensor:
         ctx.group, ctx.sizes, ctx.why = group, sizes, why
         own: Tensor = x.split(list(sizes), 1)[group.index]
-        return own.contiguous()
+        # Of one row it would be a view, which keeps the whole.
+        return own.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:

@@ -68,8 +68,13 @@ class Tokens:
                 meanwhile=self._meanwhile,
             )
             self._rows = Rows(x.detach(), self._group, sizes)
-            self._seen, self._joined = weakref.ref(x), weakref.ref(whole)
+            self._seen, self._joined = weakref.ref(x), weakref.ref(whole, self._gone)
         return whole
+
+    def _gone(self, joined: weakref.ref[Tensor]) -> None:
+        # Who reads rows has them; without whole rows nobody will ask for them any more.
+        if joined is self._joined:
+            self._rows = None
 
     def rows_of(self, x: Tensor) -> Rows | None:
         """What x was joined of, if it was."""

@@ -60,8 +60,10 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
         (kept,) = ctx.saved_tensors
+        # The node lives as long as its graph: what it owes (`rows` are part of that) must not.
+        owe, ctx.owe = ctx.owe, None
         # Without its place in the graph, which would keep what the whole stage read, and its gradient.
-        ctx.owe(kept.detach(), grads[0])
+        owe(kept.detach(), grads[0])
         return (grads[0] @ ctx.weight if ctx.wanted else None), None, None, None, None, None
 
 
