@@ -20,15 +20,15 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 AT_ONCE = 2
 RUNTIME = 4
-"""Parts of the tests that start ranks from a nursery, which take the longest."""
+"""Parts of the tests that start ranks from a nursery."""
 CLOSING = re.compile(r"^=* ?((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s.*$", re.MULTILINE)
 
 
 def parts() -> list[list[str]]:
     """What each process is given: every test is in one of them."""
     files = sorted(str(file.relative_to(HERE.parent)) for file in (HERE / "runtime").glob("test_*.py"))
-    alone = [["tests/cli"], ["tests", "--ignore=tests/runtime", "--ignore=tests/cli"]]
-    return [*(files[part::RUNTIME] for part in range(RUNTIME)), *alone]
+    rest = ["tests", "--ignore=tests/runtime", "--ignore=tests/cli"]
+    return [*(files[part::RUNTIME] for part in range(RUNTIME)), rest, ["tests/cli"]]
 
 
 def counted(output: str) -> Counter[str]:

@@ -123,7 +123,11 @@ def test_a_signal_while_torch_is_imported(
     plait: Driver, small: Sequence[object], tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     argv = [sys.executable, "-m", "plait", *map(str, small), "--out", str(tmp_path / "run")]
-    process = subprocess.Popen(argv, env=plait.env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        argv, env=plait.env, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        # Tests that run in the background are started with SIGINT ignored, and what was ignored stays so.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
     maps = Path(f"/proc/{process.pid}/maps")
     until(lambda: "libtorch_cpu" in maps.read_text())
     process.send_signal(number)
