@@ -9,6 +9,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 
 LONGEST = 400
@@ -69,7 +70,7 @@ class File:
     def says(self, line: int, sentence: str) -> str:
         return f"{self.path}:{line}: {sentence}"
 
-    @property
+    @cached_property
     def imports(self) -> list[Import]:
         package = self.module.split(".") if self.path.name == "__init__.py" else self.module.split(".")[:-1]
         lazy = {
@@ -120,10 +121,13 @@ def read(root: Path) -> list[File]:
     found = []
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root.parent).with_suffix("").parts
-        text = path.read_text()
-        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found.append(File(path, module, text, ast.parse(text, str(path))))
+        found.append(_file(path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path.read_text()))
     return found
+
+
+@cache
+def _file(path: Path, module: str, text: str) -> File:
+    return File(path, module, text, ast.parse(text, str(path)))
 
 
 def edges(files: list[File]) -> Iterator[tuple[File, Import, str]]:

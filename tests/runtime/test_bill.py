@@ -58,7 +58,7 @@ def watched(command: list[str], scratch: Path) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the system does not tell")
-@pytest.mark.parametrize("layout", [{"pp": 2}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param({"pp": 2}, marks=pytest.mark.rest), {"dp": 2, "tp": 2}], ids=str)
 def test_a_check_takes_what_its_bill_says(tiny: Models, tmp_path: Path, layout: dict[str, int]) -> None:
     """No more, and not much less, or checks that fit would be refused."""
     plan = Plan(model=tiny(**SIZES), steps=3, seq=32, batch=4, **layout)

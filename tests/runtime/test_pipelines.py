@@ -70,7 +70,9 @@ def test_every_schedule_equals_one_process(nursery: Nursery, tiny: Models, sched
     proven(nursery, model=tiny(num_hidden_layers=9), schedule=schedule, pp=pp, microbatches=m)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", *BOTH_ENDS[:1]])
+@pytest.mark.parametrize(
+    "schedule", [*(pytest.param(s, marks=pytest.mark.rest) for s in ("interleaved", "zb-h1")), *BOTH_ENDS[:1]]
+)
 def test_eight_ranks(nursery: Nursery, tiny: Models, schedule: str) -> None:
     proven(nursery, model=tiny(num_hidden_layers=17), schedule=schedule, pp=8, microbatches=11)
 

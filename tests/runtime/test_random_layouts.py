@@ -27,7 +27,7 @@ def proof(model_name: str, values: dict[str, Any], kinds: list[str]) -> list[Any
     return [verdict.to_json() for verdict in prove(plan, model, batches)]
 
 
-@pytest.mark.parametrize("seed", [pytest.param(s, marks=pytest.mark.rest) if s % 4 else s for s in SEEDS])
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=pytest.mark.rest) if s % 5 else s for s in SEEDS])
 def test_a_right_layout_is_found_right(nursery: Nursery, tiny: Models, seed: int) -> None:
     drawn = draw(seed)
     verdicts = nursery(proof, tiny(**drawn.config), drawn.plan, drawn.kinds)
