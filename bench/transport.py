@@ -15,7 +15,7 @@ from typing import Any
 
 from . import environment
 
-SIZES = (64, 1 << 16, 1 << 20, 1 << 22, 24 << 20)
+SIZES = (64, 1 << 16, 1 << 20, 1 << 21, 1 << 22, 24 << 20)
 TRANSPORTS = ("shared", "torch")
 TURNS = 5
 
