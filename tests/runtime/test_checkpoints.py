@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from plait.runtime.checkpoint.writer import Writer
 from plait.runtime.comm.nursery import launch as fork
 from plait.runtime.comm.world import Rendezvous, World
 from plait.runtime.training.assemble import build
-from plait.runtime.training.checkpoints import Checkpoints
+from plait.runtime.training.checkpoints import Checkpoints, Ends
 from plait.runtime.training.launch import batches, launch
 from tests.conftest import Models
 from tests.nursery import Nursery
@@ -264,3 +265,13 @@ def in_memory(pid: int) -> int:
 def test_p119_saves_leave_no_memory_behind(nursery: Nursery, tmp_path: Path, method: str) -> None:
     for second, last in nursery(resident, str(tmp_path / "run"), method):
         assert last <= 1.05 * second + (2 << 20)
+
+
+def test_a_run_that_has_taken_its_last_step_is_not_ended_before_it() -> None:
+    """Else it would leave no record, and could not be gone on with for it has taken all of its steps."""
+    run: Any = SimpleNamespace(done=2, steps=3)
+    ends = Ends(run, after=2)
+    assert ends.asked()
+    assert ends.why == "--stop-after 2"
+    run = SimpleNamespace(done=3, steps=3)
+    assert not Ends(run, after=2).asked()

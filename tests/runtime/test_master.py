@@ -47,6 +47,25 @@ def trained(changes: dict[str, Any]) -> Any:
     return launch(main, plan)
 
 
+def scaled(changes: dict[str, Any]) -> Any:
+    plan = Plan(model="llama-tiny", tokenizer="bytes", dp=2, batch=4, seq=32, steps=3, compute="fp16", **changes)
+
+    def main(world: World) -> Any:
+        run: Run = build(plan, world)
+        losses = [run.step(batch).loss for batch in batches(plan, world)]
+        return losses, run.loss_scale.skipped
+
+    return launch(main, plan)
+
+
+def test_a_loss_scale_that_fp16_cannot_hold(nursery: Nursery) -> None:
+    """The first is 2^16: the gradient of the logits is scaled before it is fp16, on rank 0 for all."""
+    (losses, skipped), _ = nursery(scaled, {"dp_method": "master"})
+    (expected, none), _ = nursery(scaled, {})
+    assert skipped == none == 0
+    assert losses == pytest.approx(expected, rel=1e-3)
+
+
 def test_it_reads_the_same_data_and_learns_the_same(nursery: Nursery) -> None:
     """Rank 0 reads all rows and deals them out; the loss is that of equals, who read their own."""
     masters, equals = nursery(trained, {"dp_method": "master"}), nursery(trained, {})

@@ -263,6 +263,100 @@ def test_a_room_is_shared_once_and_free_when_nobody_has_it(nursery: Nursery) -> 
         assert used[4] >= 4032
 
 
+def mixed(ranks: int) -> Any:
+    """What stands in a room on some ranks and not on others: sums that are wrong."""
+
+    def main(meeting: Rendezvous) -> Any:
+        wrong = 0
+        with World(meeting, dp(ranks)) as world:
+            group, near = world.group("dp"), world._near
+            assert near is not None
+            for turn, size in enumerate((1, 5, 997, 70_001)):
+                parts = [brought(rank, size, torch.float32, turn) for rank in range(ranks)]
+                x = near.room(size, torch.float32) if (world.rank + turn) % 2 else torch.empty(size)
+                all_reduce(x.copy_(parts[world.rank]), group, why="t")
+                wrong += not torch.equal(x, in_order(parts, torch.add))
+        return wrong
+
+    return launch(main, ranks, local_transport="shared")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_sum_of_which_some_stand_in_rooms(nursery: Nursery, ranks: int) -> None:
+    """As where ZeRO's group spans hosts on one rank of tp and not on the other."""
+    assert nursery(mixed, ranks) == [0] * ranks
+
+
+def let_go(file: str) -> Any:
+    """Rank 0 lets go of a room whose share rank 1 has not taken yet, and makes others."""
+    size = 5000
+
+    def main(meeting: Rendezvous) -> Any:
+        with World(meeting, dp(2)) as world:
+            group, near, rank = world.group("dp"), world._near, world.rank
+            assert near is not None
+            whole = room(2 * size, group, torch.float32, world.device)
+            at, mine = near.place(whole), whole[rank * size :][:size].fill_(rank + 1)
+            handle = gather_shares(whole, mine, group, why="t")
+            if rank:
+                while not Path(file).exists():
+                    time.sleep(0.01)
+                handle.wait()
+                assert whole.tolist() == [1.0] * size + [2.0] * size
+            else:
+                handle.wait()
+                del whole, mine, handle
+                other = room(2 * size, group, torch.float32, world.device).fill_(-1)
+                assert near.place(other) != at
+                Path(file).touch()
+            barrier(world)
+            if not rank:
+                assert near.place(room(2 * size, group, torch.float32, world.device)) == at
+        return True
+
+    return launch(main, 2, local_transport="shared")
+
+
+def test_a_room_is_kept_until_all_have_taken_what_was_posted_of_it(nursery: Nursery, tmp_path: Path) -> None:
+    assert nursery(let_go, str(tmp_path / "gone on")) == [True, True]
+
+
+def resident() -> int:
+    """Bytes of segments that are there, as this process sees them."""
+    found, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            ours = "plait-segment" in line
+        elif ours and line.startswith("Rss:"):
+            found += 1024 * int(line.split()[1])
+    return found
+
+
+def memory_of_rooms(_: str) -> Any:
+    def main(meeting: Rendezvous) -> Any:
+        with World(meeting, dp(2)) as world:
+            near, found = world._near, [resident()]
+            assert near is not None
+            first, second = (near.room(1 << 20, torch.float32) for _ in range(2))
+            found.append(resident())
+            del first, second
+            found.append(resident())
+            # The two places are one again, and what is made there is zeros.
+            third = near.room(1 << 21, torch.float32)
+            assert not third.any()
+            found.append(near.used)
+        return found
+
+    return launch(main, 2, local_transport="shared")
+
+
+def test_the_memory_of_a_room_goes_back_with_it(nursery: Nursery) -> None:
+    for before, there, after, used in nursery(memory_of_rooms, ""):
+        assert there >= before + (8 << 20)
+        assert after <= before + 65536
+        assert used == 8 << 20
+
+
 def ends(kind: str) -> Any:
     """How a run ends whose ranks do not bring the same, or lose one: code, sentence, what is left of the segments."""
 

@@ -17,6 +17,8 @@ from .segment import ENTRY, POSTED, RING, ROW_WORDS, SUMMED, TAKEN, Neighbours
 
 Post = tuple[int, int, int]
 """Sequence number, place, bytes."""
+LENT = 1
+"""The tag of a collective's post that stands in a room."""
 
 
 def number_of(name: str) -> int:
@@ -72,7 +74,8 @@ class Posts(Row):
     def __init__(self, near: Neighbours, others: Sequence[int], name: str, theirs: str = "") -> None:
         super().__init__(near, others, name, theirs)
         self.posted = 0
-        self._held: deque[tuple[int, int, int | None]] = deque()
+        self._held: deque[tuple[int, int, int | Tensor]] = deque()
+        near.reclaim.append(self._reclaim)
 
     def taken(self, sequence: int) -> bool:
         """Whether all have taken a post."""
@@ -87,8 +90,8 @@ class Posts(Row):
             near.view(near.rank, at, x.numel(), x.dtype).copy_(x.view(-1))
         return self._say_where(at, size, kind, tag)
 
-    def _say_where(self, at: int, size: int, kind: int | None, tag: int) -> int:
-        """Shares what stands at a place, of a kind that is given back."""
+    def _say_where(self, at: int, size: int, kind: int | Tensor, tag: int) -> int:
+        """Shares what stands at a place, of a kind that is given back, or in a room, which is held."""
         near = self.near
         self.posted += 1
         words, entry = near.own.words, self.entry(near.rank, self.posted)
@@ -107,7 +110,7 @@ class Posts(Row):
         """Takes back the places of what all have taken: how many are still held."""
         while self._held and self.taken(self._held[0][0]):
             _, at, kind = self._held.popleft()
-            if kind is not None:
+            if isinstance(kind, int):
                 self.near.give_back(at, kind)
         return len(self._held)
 
@@ -129,8 +132,12 @@ class Channel(Posts):
             self.post(x)
             return False
         self._reclaim_one()
-        self._say_where(at, x.nbytes, None, 0)
+        self._say_where(at, x.nbytes, x, LENT)
         return True
+
+    def any_lent(self, sequence: int) -> bool:
+        """Whether a post of that number stands in a room; all have posted it."""
+        return any(self.near.segments[rank].words[self.entry(rank, sequence)] == LENT for rank in self.ranks)
 
     def taken(self, sequence: int) -> bool:
         # This rank reads its own post, too.

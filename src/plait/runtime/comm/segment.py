@@ -16,6 +16,7 @@ OLS 2002.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -24,6 +25,7 @@ import platform
 import sys
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -40,8 +42,10 @@ ROWS = 256
 ROW_WORDS = 4
 """Of a row, before its ring: channel, posted, summed, taken."""
 RING = 128
+ROOM = 64
+"""Rooms begin and end at multiples of so many bytes."""
 ENTRY = 4
-"""Words of a post: sequence number, place, bytes, tag."""
+"""Words of a post: tag, place, bytes, and of a message from another rank the number that this one has taken."""
 ROW = ROW_WORDS + RING * ENTRY
 CONTROL = (8 * (WORDS + ROWS * ROW) + mmap.PAGESIZE - 1) // mmap.PAGESIZE * mmap.PAGESIZE
 POSTED, SUMMED, TAKEN = 1, 2, 3
@@ -156,6 +160,10 @@ class Neighbours:
         """What may go on when others have: each says whether it has ended."""
         self._free: dict[int, list[int]] = {}
         self._end = 0
+        self.reclaim: list[Callable[[], object]] = []
+        """What lets go of posts that all have taken."""
+        self._gaps: list[tuple[int, int]] = []
+        self._left: deque[tuple[int, int]] = deque()
         self._views: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
 
     @property
@@ -175,30 +183,47 @@ class Neighbours:
 
     def take(self, size: int) -> tuple[int, int]:
         """A place for `size` bytes in this rank's segment, and its class, with which it is given back."""
-        return self._taken(size, max(64, 1 << max(0, size.bit_length() - 3)))
-
-    def _taken(self, size: int, step: int) -> tuple[int, int]:
+        step = max(64, 1 << max(0, size.bit_length() - 3))
         kind = -(-max(size, 1) // step) * step
         free = self._free.setdefault(kind, [])
-        if free:
-            return free.pop(), kind
-        at, self._end = self._end, self._end + kind
-        if self._end > len(self.own.data):
-            raise RuntimeError(f"the local transport cannot share {self._end} bytes, more than this machine's memory")
-        return at, kind
+        return (free.pop() if free else self._appended(kind)), kind
 
     def give_back(self, at: int, kind: int) -> None:
         self._free[kind].append(at)
 
+    def _appended(self, size: int) -> int:
+        at, self._end = self._end, self._end + size
+        if self._end > len(self.own.data):
+            raise RuntimeError(f"the local transport cannot share {self._end} bytes, more than this machine's memory")
+        return at
+
     def room(self, count: int, dtype: torch.dtype) -> Tensor:
-        """[count] zeros in this rank's segment: what is posted of them need not be copied. The place is free again when
-        nobody has a view of it any more."""
+        """[count] zeros in this rank's segment: what is posted of them need not be copied. Place and memory are free
+        when nobody has a view of it any more, and all have taken what was posted of it."""
         if not count:
             return torch.zeros(0, dtype=dtype)
-        at, kind = self._taken(count * dtype.itemsize, 64)
+        size = -(-count * dtype.itemsize // ROOM) * ROOM
+        for reclaim in self.reclaim:
+            reclaim()
+        while self._left:
+            self._gaps = _merged([*self._gaps, self._left.popleft()])
+        at = next((at for at, free in self._gaps if free >= size), None)
+        if at is None:
+            at = self._appended(size)
+        else:
+            rest = [(start, free) if start != at else (at + size, free - size) for start, free in self._gaps]
+            self._gaps = [(start, free) for start, free in rest if free]
         room = torch.frombuffer(self.own.memory, dtype=dtype, count=count, offset=CONTROL + at)
-        weakref.finalize(room.untyped_storage(), self.give_back, at, kind).atexit = False
+        weakref.finalize(room.untyped_storage(), self._leave, at, size).atexit = False
         return room.zero_()
+
+    def _leave(self, at: int, size: int) -> None:
+        """Called when the last view is gone, which may be in the middle of anything else here."""
+        first, last = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE, (at + size) // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < last:
+            with contextlib.suppress(OSError):  # a system that cannot keeps them until they are used again
+                self.own.memory.madvise(mmap.MADV_REMOVE, CONTROL + first, last - first)
+        self._left.append((at, size))
 
     def place(self, x: Tensor) -> int | None:
         """Where x stands in this rank's segment, if it is a part of a `room`."""
@@ -260,6 +285,16 @@ class Neighbours:
             except OSError as error:
                 if error.errno == errno.ESRCH:
                     raise RuntimeError(f"connection closed: the process of rank {rank} is gone") from None
+
+
+def _merged(gaps: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(place, size) in order, those that touch as one."""
+    found: list[tuple[int, int]] = []
+    for at, size in sorted(gaps):
+        if found and sum(found[-1]) == at:
+            at, size = found[-1][0], found.pop()[1] + size
+        found.append((at, size))
+    return found
 
 
 def meet(store: Any, rank: int, size: int, limit_s: float) -> Neighbours | None:

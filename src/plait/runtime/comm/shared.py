@@ -53,7 +53,7 @@ class SharedMemory:
         return self._near.room(count, dtype)
 
     def all_reduce(self, x: Tensor, op: Op) -> Work:
-        return self._reduce(x.view(-1), op, in_place=self._channel.lend(x))
+        return self._reduce(x.view(-1), op, lent=self._channel.lend(x))
 
     def all_reduced(self, x: Tensor, op: Op) -> tuple[Tensor, Work]:
         x = x.contiguous()
@@ -61,21 +61,26 @@ class SharedMemory:
         result = torch.empty_like(x)
         return result, self._reduce(result.view(-1), op)
 
-    def _reduce(self, flat: Tensor, op: Op, *, in_place: bool = False) -> Work:
-        """Has everyone's last post summed into `flat`, which is this rank's post itself if `in_place`."""
+    def _reduce(self, flat: Tensor, op: Op, *, lent: bool = False) -> Work:
+        """Has everyone's last post summed into `flat`, which is this rank's post itself if it was `lent`."""
         channel, combine = self._channel, _COMBINE[op]
         sequence = channel.posted
-        if in_place or (len(self._ranks) > 2 and flat.nbytes > FEW):
-            return channel.begin(self._in_pieces(sequence, flat, combine, in_place), together=in_place)
+        pieces: Callable[[], bool] | None = None
 
         def advance() -> bool:
-            _combined(self._views(sequence, flat), combine, flat)
-            return True
+            nonlocal pieces
+            if pieces is None:
+                # Who has lent its post writes into it while it is read: then nobody reads all of it. All see that alike.
+                if not (channel.any_lent(sequence) or (len(self._ranks) > 2 and flat.nbytes > FEW)):
+                    _combined(self._views(sequence, flat), combine, flat)
+                    return True
+                pieces = self._in_pieces(sequence, flat, combine, lent)
+            return pieces()
 
-        return channel.begin(advance)
+        return channel.begin(advance, together=lent)
 
     def _in_pieces(
-        self, sequence: int, flat: Tensor, combine: Callable[..., Tensor], in_place: bool
+        self, sequence: int, flat: Tensor, combine: Callable[..., Tensor], lent: bool
     ) -> Callable[[], bool]:  # fmt: skip
         channel, size, index = self._channel, len(self._ranks), self._channel.index
         spans = [balanced(flat.numel(), size, piece) for piece in range(size)]
@@ -87,7 +92,7 @@ class SharedMemory:
                 posts, own = self._views(sequence, flat), slice(*spans[index])
                 _combined([post[own] for post in posts], combine, flat[own])
                 # Nobody else reads this rank's post there.
-                if not in_place:
+                if not lent:
                     posts[index][own].copy_(flat[own])
                 channel.summed(sequence)
                 done = True

@@ -36,8 +36,11 @@ class Clock:
         """(action, start, end) in seconds from the start of the step."""
         if self._cuda:
             torch.cuda.synchronize()
-        origin = self._origin
-        return [(action, between(origin, begin), between(origin, end)) for action, begin, end in self._marks]
+        return [(action, self.at(begin), self.at(end)) for action, begin, end in self._marks]
+
+    def at(self, moment: Any) -> float:
+        """Seconds from the start of the step to what now() gave. On a GPU both must be behind: after a host sync."""
+        return between(self._origin, moment)
 
 
 def between(begin: Any, end: Any) -> float:

@@ -50,7 +50,7 @@ class Master:
         self._rows, self._seq, self._microbatches = rows, seq, microbatches
         self._weights = list(weights)
         self._targets: dict[int, list[Tensor]] = {}
-        self._turn = 0
+        self._turn, self._scale = 0, 1.0
 
     @property
     def is_here(self) -> bool:
@@ -60,9 +60,10 @@ class Master:
     def _others(self) -> range:
         return range(1, self._group.size)
 
-    def deal(self, batch: Batch) -> Batch:
-        """This rank's rows of the batch that rank 0 has, of all ranks' rows; nobody else's is looked at."""
-        self._turn = 0
+    def deal(self, batch: Batch, scale: float) -> Batch:
+        """This rank's rows of the batch that rank 0 has, of all ranks' rows; nobody else's is looked at. Backward will
+        begin with `scale`."""
+        self._turn, self._scale = 0, scale
         names = [field.name for field in fields(Batch)]
         if self.is_here:
             parts = {place: batch.slice(place * self._rows, (place + 1) * self._rows) for place in self._others}
@@ -110,7 +111,8 @@ class Master:
             logits.requires_grad_()
             total = self._loss(logits, targets)
             share = total * inverse_weight.to(total.dtype)
-            (gradient,) = torch.autograd.grad(share, logits)
+            # Scaled before it takes the type of the logits: that is what a scale is for.
+            (gradient,) = torch.autograd.grad(share, logits, torch.full_like(share, self._scale))
             _wait([
                 send(share.detach().reshape(1), place, self._group, why="losses", tag=_tag(SHARE, number)),
                 send(gradient, place, self._group, why="output gradients", tag=_tag(GRADIENT, number)),
@@ -148,7 +150,7 @@ class Master:
 
 
 class _AtMaster(Function):
-    """Logits go to rank 0, which says what their loss is and what its gradient."""
+    """Logits go to rank 0, which says what their loss is and what its gradient, times what backward begins with."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, group: Group, number: int) -> Tensor:
@@ -164,7 +166,7 @@ class _AtMaster(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         gradient, ctx.gradient = ctx.gradient, None
-        return gradient * grads[0].to(gradient.dtype), None, None
+        return gradient, None, None
 
 
 def _wait(handles: Sequence[Handle]) -> None:

@@ -73,7 +73,7 @@ class WeightGradients:
     def __init__(self) -> None:
         self._owed: list[Product] = []
         self._later: dict[int, list[Product]] = {}
-        self._anchor = torch.zeros((), requires_grad=True)
+        self._anchors: dict[torch.device, Tensor] = {}
         self._open: Callable[[nn.Parameter], Tensor] = _nowhere
         self._ready: Callable[[nn.Parameter], None] = _nobody
         self.note: Callable[[Tensor], object] = _nobody
@@ -111,9 +111,16 @@ class WeightGradients:
         if rows is not None:
             kept, rows.readers = rows.own, rows.readers + 1
         y: Tensor = _Linear.apply(
-            x, self._anchor.to(x.device), used.detach(), None if bias is None else bias.detach(), kept, owe
+            x, self._anchor(x.device), used.detach(), None if bias is None else bias.detach(), kept, owe
         )
         return y
+
+    def _anchor(self, device: torch.device) -> Tensor:
+        # Kept: to move a number to a GPU stops the host until all before is done.
+        found = self._anchors.get(device)
+        if found is None:
+            found = self._anchors[device] = torch.zeros((), device=device, requires_grad=True)
+        return found
 
     def keep(self, microbatch: int) -> None:
         """What the backward of the input just left is `microbatch`'s."""

@@ -185,6 +185,8 @@ class Ends:
             with self._run.world.ledger.aside():
                 all_reduce(told, self._run.world.everyone, why="end of the run", op="max")
             number, late = told.tolist()
+        if self._run.done >= self._run.steps:
+            return False  # it ends by itself, with all that it leaves
         if number:
             self.why = self.SIGNAL
         elif late:

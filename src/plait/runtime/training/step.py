@@ -146,7 +146,8 @@ class Run:
                     f"step takes {rows} rows (batch {plan.batch} / dp {plan.dp}) of {plan.seq} tokens, not "
                     f"{tuple(batch.tokens.shape)}"
                 )
-            return (batch if self.master is None else self.master.deal(batch)).split(plan.microbatches)
+            dealt = batch if self.master is None else self.master.deal(batch, self.loss_scale.value)
+            return dealt.split(plan.microbatches)
         if self.master is not None:
             raise ValueError("with dp_method master step takes one batch: that of all ranks on the first")
         if len(batch) != plan.microbatches:

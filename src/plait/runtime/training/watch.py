@@ -11,10 +11,13 @@ design/records.py. On a CPU a sum over tp takes its rank's time while others com
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 
 from ...design.records import STEP_SHARES, WORLD
+from ...design.schedule import Action
 from ..batch import Batch
 from ..parallel.clock import between
 from .kept import Keeper, counted
@@ -85,8 +88,8 @@ class Watch:
 
     def _shares(self, waited: float, total: float) -> dict[str, float]:
         run, laps = self._run, self._run.laps
-        found = dict.fromkeys(STEP_SHARES, 0.0)
-        for action, begin, end in run.clock.spans():
+        found, spans = dict.fromkeys(STEP_SHARES, 0.0), run.clock.spans()
+        for action, begin, end in spans:
             lane = {"compute": "compute", "wait": "bubble"}.get(action.kind.lane, "communication")
             found[lane] += end - begin
         # What lies between actions, and the wait for what was sent to be taken.
@@ -95,13 +98,19 @@ class Watch:
         found["optimizer"] = between(laps["reduced"], laps["updated"])
         for axis, why, begin, end in run.waits:
             seconds = between(begin, end)
-            if axis == "tp":
-                found["compute"] -= seconds
-                found["communication"] += seconds
-            elif axis == WORLD and why == "target tokens":
+            if axis == WORLD and why == "target tokens":
                 found["data"] += seconds
             elif axis == WORLD:
                 found["optimizer"] -= seconds
                 found["bubble"] += seconds
+            elif _inside(spans, run.clock.at(begin)):
+                found["compute"] -= seconds
+                found["communication"] += seconds
         found["other"] = max(0.0, total - sum(found.values()))
         return found
+
+
+def _inside(spans: Sequence[tuple[Action, float, float]], moment: float) -> bool:
+    """Whether a rank computes then; what it waits for in other actions is theirs already."""
+    place = bisect_right(spans, moment, key=itemgetter(1)) - 1
+    return place >= 0 and moment < spans[place][2] and spans[place][0].kind.lane == "compute"
