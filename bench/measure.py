@@ -6,7 +6,6 @@ All functions are pure but for `private_bytes` and `busy_seconds`, which read /p
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,18 +86,21 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def private(smaps: Iterable[str]) -> int:
-    """Bytes of memory that one process alone has (its USS), from the lines of its smaps or smaps_rollup."""
-    kilobytes = 0
+    """Bytes of memory that one process alone has (its USS), from the lines of its smaps. What stands in a segment of
+    plait's, of which the others may not have looked at all, is counted as shared, and not here."""
+    kilobytes, counts = 0, True
     for line in smaps:
-        found = re.match(r"Private_(?:Clean|Dirty|Hugetlb):\s+(\d+) kB", line)
-        kilobytes += int(found[1]) if found else 0
+        if line.startswith("Private_"):
+            kilobytes += int(line.split()[1]) if counts else 0
+        elif line[0] in "0123456789abcdef":
+            counts = "/memfd:plait-segment" not in line
     return 1024 * kilobytes
 
 
 def private_bytes(pid: int | str = "self") -> int:
     """The USS of a process now; 0 where the system does not say."""
     try:
-        return private((Path("/proc") / str(pid) / "smaps_rollup").read_text().splitlines())
+        return private((Path("/proc") / str(pid) / "smaps").read_text().splitlines())
     except OSError:
         return 0
 

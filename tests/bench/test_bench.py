@@ -100,16 +100,18 @@ def test_a_bar_of_memory() -> None:
 
 
 def test_private_memory_of_smaps() -> None:
-    rollup = (
-        "55d0-7ffe ---p 00000000 00:00 0    [rollup]\nRss:     9000 kB\nPss:   5000 kB\nShared_Clean:  4000 kB\n"
+    numbers = (
+        "Rss:     9000 kB\nPss:   5000 kB\nShared_Clean:  4000 kB\n"
         "Shared_Dirty:   700 kB\nPrivate_Clean:   40 kB\nPrivate_Dirty:  2000 kB\nPrivate_Hugetlb:   8 kB\nSwap:  1 kB\n"
     )
-    assert private(rollup.splitlines()) == 2048 * 1024
+    segment = "7f00-7f10 rw-s 00000000 00:01 2051    /memfd:plait-segment (deleted)\n"
+    smaps = f"55d0-7ffe rw-p 00000000 00:00 0    [heap]\n{numbers}{segment}{numbers}c0de-c0df ---p 0 0 0\n{numbers}"
+    assert private(smaps.splitlines()) == 2 * 2048 * 1024
     assert private([]) == 0
 
 
 def test_private_memory_of_a_process() -> None:
-    there = Path("/proc/self/smaps_rollup").exists()
+    there = Path("/proc/self/smaps").exists()
     assert (private_bytes() > 0) == there
     assert private_bytes(2**22 + 1) == 0
 
