@@ -69,7 +69,7 @@ def refused(plait: Driver, small: Sequence[object], tmp_path: Path) -> Iterator[
         ("-n 6 --tp 2", "2 ranks are described, but 6 are asked for: set dp 3, or start 2 ranks."),
         ("--tp 5", "this model takes tp 1, 2, 3, 4 or 8."),
         ("--tp 12", "tp 12 is more than the 8 heads that read the 4 KV heads (8 heads in groups of 2)"),
-        ("--tp 2 --sp --seq 1", "sp deals the 1 tokens of a row to 2 ranks: set seq 2 or more."),
+        ("--tp 2 --sp --seq 1", "sp deals the 1 tokens of a row to 2 ranks: set sp false, or seq 2 or more."),
         ("--sp", "sp deals the tokens of a row to tp ranks, and tp is 1: set sp false, or tp 2 or more."),
         ("--pp 5", "the model has 4 blocks: set pp 4 or less."),
         ("--dp 3", "batch 4 does not divide into dp 3 equal parts: set batch 6."),

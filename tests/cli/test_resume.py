@@ -171,6 +171,7 @@ REFUSED: list[tuple[Sequence[object], Sequence[str]]] = [
     (("--eval-every", 2), ("holds out no document", "0.01 of the documents")),
     (("--freeze", "*norm*"), ("trained, and here it is frozen", "freeze")),
     (("qwen3-tiny",), ("configs differ in", "model_type")),
+    (("--vocabulary", 600), ("vocabulary 600 makes 600 rows, but the run began with", "leave it out")),
     (("--tp", 6), ("tp 6 is more than the 4 KV heads", "this model takes tp")),
     (("--overwrite",), ("give one of the two",)),
 ]

@@ -20,7 +20,7 @@ import pytest
 
 from plait.design.errors import PlanError
 from plait.design.slices import Slice
-from plait.runtime.checkpoint import folders
+from plait.runtime.checkpoint import disk, folders
 from plait.runtime.checkpoint.contents import in_rows
 from plait.runtime.checkpoint.index import LARGEST, NAME, DamagedError, Index
 from plait.runtime.checkpoint.load import load, verify
@@ -76,6 +76,22 @@ def test_what_is_whole_is_found_whole(run: Path) -> None:
     folder, index, damaged = newest(run)
     assert (folder.name, damaged) == (NEW, [])
     assert same(loaded(folder, index, {"dp": 3, "zero": 3}), WRITER.values(2))
+
+
+def test_few_files_are_open_at_a_time(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plait.runtime.checkpoint.load.MOST_OPEN", 1)
+    before = len(os.listdir("/proc/self/fd"))
+    opened, old = list[int](), disk.open_plain
+
+    def open_plain(path: Path) -> int:
+        opened.append(len(os.listdir("/proc/self/fd")))
+        return old(path)
+
+    monkeypatch.setattr(disk, "open_plain", open_plain)
+    folder, index, _ = newest(run)
+    assert same(loaded(folder, index), WRITER.values(2))
+    assert len(opened) >= 4
+    assert max(opened) <= before + 2  # and the listing itself
 
 
 def flipped(run: Path, seeds: Sequence[int]) -> None:
@@ -367,8 +383,6 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(run: Path) -> None:
 
 def test_load_reads_no_more_than_it_needs(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process of a pipeline of two reads little more than half, and no slice of a tensor that is the other's."""
-    from plait.runtime.checkpoint import disk
-
     folder, index, _ = newest(run)
     read, real = [0], disk.fill
 
@@ -387,8 +401,6 @@ def test_load_reads_no_more_than_it_needs(run: Path, monkeypatch: pytest.MonkeyP
 
 def test_load_holds_one_slice_beside_what_is_kept(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the layouts: nothing larger than the largest slice is ever read at once."""
-    from plait.runtime.checkpoint import disk
-
     folder, index, _ = newest(run)
     sizes, real = list[int](), disk.fill
 

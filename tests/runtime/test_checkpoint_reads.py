@@ -3,6 +3,7 @@ them is found all the same, and it is the one that is named."""
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.runtime.checkpoint import disk
+from plait.runtime.checkpoint import disk, writer
 from plait.runtime.checkpoint.checksum import WORTH
 from plait.runtime.checkpoint.contents import FileLayout, file_name, header, key
 from plait.runtime.checkpoint.index import DamagedError, Saved, SavedFile
@@ -106,3 +107,23 @@ def test_a_file_that_ends_early_is_found(tmp_path: Path, file: SavedFile, number
         with pytest.raises(DamagedError, match=rf"it ends in weight of tensor\.{number}, ") as found:
             read(tmp_path, file, range(len(LENGTHS)))
         assert found.value.file == path
+
+
+def test_a_disk_that_fills_up_within_a_write_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer's views of what it was given are all let go of, so that what is said is the disk's error."""
+    old, calls = os.writev, list[int]()
+
+    def writev(fd: int, buffers: Sequence[memoryview]) -> int:
+        calls.append(len(buffers))
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return old(fd, [buffers[0][:3]])
+
+    monkeypatch.setattr(os, "writev", writev)
+    memory = os.memfd_create("test")
+    os.write(memory, bytes(100))
+    order = {"do": "write", "folder": str(tmp_path), "name": "rank-0", "size": 100, "header": 10, "sizes": [50, 40]}
+    with pytest.raises(OSError, match=r"No space left on device: '.*rank-0'$"):
+        writer._obey(order, b"", memory)
+    os.close(memory)
+    assert calls == [3, 3]

@@ -194,6 +194,9 @@ def test_others_keep_whole_rows(tmp_path: Path) -> None:
         PlanError, match=r"sp deals the tokens .* blocks of olmo3 are not proven with it: set sp false\."
     ):
         validate(Plan(tp=2, sp=True, seq=20), facts)
+    # Nor is tp 2 advised, which would be refused next.
+    with pytest.raises(PlanError, match=r"not proven with it: set sp false\."):
+        validate(Plan(sp=True, seq=20), facts)
 
 
 def test_equal_to_one_process(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,27 @@ def test_p071_old_rows_stay_and_new_ones_are_alike_on_all_ranks(tied: bool, tmp_
         for name, rank, tensor, boxes, _ in test_weights.held(model, {**layout, "seed": 1}):
             (box,) = boxes
             assert torch.equal(tensor, whole[name][tuple(slice(*side) for side in box)]), (name, layout, rank)
+
+
+@pytest.mark.parametrize("new", [NEW, 2 * OLD, 4 * OLD])
+def test_new_rows_are_not_rounded_to_what_the_files_hold(new: int, tmp_path: Path) -> None:
+    """A rank that has new rows alone knows nothing of the files' type."""
+    test_weights.save(test_weights.instance("llama").bfloat16(), tmp_path)
+    model = read(str(tmp_path), vocabulary=new)
+    whole = dict(WholeModel(model, 1, torch.float32).module.named_parameters())
+    for name, rank, tensor, boxes, _ in test_weights.held(model, {"tp": 4, "seed": 1}):
+        (box,) = boxes
+        assert torch.equal(tensor, whole[name][tuple(slice(*side) for side in box)]), (name, rank)
+    rows = whole[ENDS[0]][OLD:]
+    assert not torch.equal(rows, rows.bfloat16().float())
+
+
+def test_files_of_fewer_rows_than_their_config_says_are_refused(tmp_path: Path) -> None:
+    test_weights.save(test_weights.instance("llama"), tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_size": OLD + 1}))
+    with pytest.raises(PlanError, match="of different models"):
+        read(str(tmp_path), vocabulary=NEW)
 
 
 def verdicts(folder: str, layout: dict[str, Any]) -> list[Any]:

@@ -105,12 +105,12 @@ def tensors_can_be_cut(plan: Plan, facts: ModelFacts) -> str | None:
 def rows_can_be_cut(plan: Plan, facts: ModelFacts) -> str | None:
     if plan.sp in ("auto", False):
         return None
-    if plan.tp == 1:
-        return "sp deals the tokens of a row to tp ranks, and tp is 1: set sp false, or tp 2 or more."
     if facts.whole_rows:
         return f"sp deals the tokens of a row to tp ranks, but {facts.whole_rows}: set sp false."
+    if plan.tp == 1:
+        return "sp deals the tokens of a row to tp ranks, and tp is 1: set sp false, or tp 2 or more."
     if plan.seq < plan.tp:
-        return f"sp deals the {plan.seq} tokens of a row to {plan.tp} ranks: set seq {plan.tp} or more."
+        return f"sp deals the {plan.seq} tokens of a row to {plan.tp} ranks: set sp false, or seq {plan.tp} or more."
     return None
 
 

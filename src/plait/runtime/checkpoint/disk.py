@@ -24,15 +24,17 @@ def create(path: Path) -> int:
 def write(fd: int, views: Sequence[memoryview], path: Path) -> None:
     """Appends buffers of bytes to a file."""
     left = [view for view in views if view.nbytes]
-    while left:
-        try:
+    try:
+        while left:
             written = os.writev(fd, left[:MOST_AT_ONCE])
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from None
-        while left and written >= left[0].nbytes:
-            written -= left.pop(0).nbytes
-        if written:
-            left[0] = left[0][written:]
+            while left and written >= left[0].nbytes:
+                written -= left.pop(0).nbytes
+            if written:
+                left[0] = left[0][written:]
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        left.clear()  # an error keeps this list, and what is left of a view would keep a mapping open
 
 
 def sync(fd: int, path: Path) -> None:

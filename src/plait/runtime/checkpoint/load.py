@@ -28,6 +28,8 @@ from .save import view_of
 TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
+MOST_OPEN = 64
+"""Files that are open at one time."""
 TOGETHER = 1 << 23
 """Bytes of slices that are read in one call and summed up in one go, at least, where there are as many."""
 
@@ -51,8 +53,8 @@ class Target:
 
 @dataclass
 class Files:
-    """The files of a checkpoint, read in slices; keeps them open, and no more than one slice in memory that has no
-    place of its own. A thread beside this one makes the checksums, since both let the other go on meanwhile."""
+    """The files of a checkpoint, read in slices; keeps some of them open, and no more than one slice in memory that has
+    no place of its own. A thread beside this one makes the checksums, since both let the other go on meanwhile."""
 
     folder: Path
     _open: dict[str, int] = field(default_factory=dict)
@@ -124,6 +126,8 @@ class Files:
         path = self.folder / file.name
         try:
             if file.name not in self._open:
+                if len(self._open) == MOST_OPEN:
+                    disk.close(self._open.pop(next(iter(self._open))))
                 self._open[file.name] = disk.open_plain(path)
             left = disk.fill(self._open[file.name], [view for view, _ in views], offset)
         except OSError as error:

@@ -74,6 +74,7 @@ def read(model: str, *, weights: bool = True, vocabulary: int = 0) -> Model:
     are drawn."""
     config, folder = _config(model, weights)
     refuse(model, config)
+    grows_from = config.vocab_size if vocabulary else 0
     if vocabulary:
         _enlarge(model, config, vocabulary)
     found = from_config(model, config)
@@ -81,10 +82,10 @@ def read(model: str, *, weights: bool = True, vocabulary: int = 0) -> Model:
         return found
     meta = _on_paper(config)
     aliases = {name: f"{tied.owner}.{tied.tensor}" for name, tied in find_tied(meta).items()}
-    tokenizer, grows = folder / TOKENIZER, vocabulary > 0
+    tokenizer = folder / TOKENIZER
     return replace(
         found,
-        weights=real.find(folder, meta, aliases, grows=grows),
+        weights=real.find(folder, meta, aliases, grows_from=grows_from),
         tokenizer=tokenizer if tokenizer.is_file() else None,
     )
 

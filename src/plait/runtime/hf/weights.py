@@ -117,33 +117,38 @@ class _Grown:
 
     def __getitem__(self, index: Any) -> Tensor:
         first, *others = index if isinstance(index, tuple) else (index,)
+        if isinstance(first, slice) and first.stop is not None and first.stop <= self._rows:
+            there: Tensor = self._inner[index]
+            return there
         drawn = self._drawn()
         start, stop, _ = first.indices(len(drawn)) if isinstance(first, slice) else (0, len(drawn), 1)
-        rows = min(stop, self._rows)
         new = drawn[(slice(max(start, self._rows), stop), *others)]
-        if start >= rows:
+        if start >= self._rows:
             return new
-        old: Tensor = self._inner[(slice(start, rows), *others)]
-        return torch.cat([old, new.to(old.dtype)])
+        old: Tensor = self._inner[(slice(start, self._rows), *others)]
+        # Never rounded to the type of the file: a rank that has new rows alone does not round them either.
+        wide = torch.promote_types(old.dtype, new.dtype)
+        return torch.cat([old.to(wide), new.to(wide)])
 
 
-def find(folder: Path, model: Any, aliases: Mapping[str, str], *, grows: bool = False) -> Weights | None:
+def find(folder: Path, model: Any, aliases: Mapping[str, str], *, grows_from: int = 0) -> Weights | None:
     """The weights in `folder` for `model` (on the meta device), or None where there are none. `aliases` are the further
-    names of tied parameters; where a model `grows`, files may have fewer rows of its vocabulary. Whatever does not fit
+    names of tied parameters; with `grows_from` files may have so many rows of its vocabulary. Whatever does not fit
     is a `PlanError`."""
     here = stored(folder)
-    return None if here is None else _Match(folder, here, model, aliases, grows=grows).weights()
+    return None if here is None else _Match(folder, here, model, aliases, grows_from=grows_from).weights()
 
 
 class _Match:
     """The tensors of a directory against those that a model has."""
 
     def __init__(
-        self, folder: Path, here: Mapping[str, Stored], model: Any, aliases: Mapping[str, str], *, grows: bool
+        self, folder: Path, here: Mapping[str, Stored], model: Any, aliases: Mapping[str, str], *, grows_from: int
     ) -> None:  # fmt: skip
-        ends = (model.get_input_embeddings(), model.get_output_embeddings()) if grows else ()
+        ends = (model.get_input_embeddings(), model.get_output_embeddings()) if grows_from else ()
         ours = {id(tensor) for module in ends for tensor in module.parameters(recurse=False)}
         named = model.named_parameters(remove_duplicate=False)
+        self._grows_from = grows_from
         self._grow = {name for name, tensor in named if id(tensor) in ours}
         self._folder, self._here, self._model, self._aliases = folder, here, model, aliases
         self._wanted: dict[str, Tensor] = model.state_dict()
@@ -204,7 +209,7 @@ class _Match:
                 if name not in self._wanted:
                     continue
                 wanted = tuple(self._wanted[name].shape)
-                if name in self._grow and shape[1:] == wanted[1:] and shape[0] < wanted[0]:
+                if name in self._grow and shape[1:] == wanted[1:] and shape[0] == self._grows_from < wanted[0]:
                     source = replace(source, rows=shape[0])
                 elif shape != wanted:
                     raise PlanError(
