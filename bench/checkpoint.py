@@ -27,7 +27,7 @@ CONFIG = {
     "model_type": "llama", "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "vocab_size": 4096,
     "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 64,
 }  # fmt: skip
-TURNS = 5
+TURNS = 15
 LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"dp": 2}, {"dp": 2, "zero": 3})
 
 
