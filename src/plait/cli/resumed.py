@@ -44,13 +44,12 @@ class Earlier:
         for folder, index in self.checkpoints:
             try:
                 refuse_changes(index.plan, plan)
-                rows = (index.config or {}).get("vocab_size", model.config.vocab_size)
-                if rows != model.config.vocab_size and plan.vocabulary != index.plan.vocabulary:
-                    raise PlanError(
-                        f"vocabulary {plan.vocabulary} makes {model.config.vocab_size} rows, but the run began with "
-                        f"{rows}: leave it out."
-                    )
                 if index.config is not None and (keys := other_config(index.config, model.config)):
+                    if keys == ["vocab_size"] and plan.vocabulary != index.plan.vocabulary:
+                        raise PlanError(
+                            f"vocabulary {plan.vocabulary} makes {model.config.vocab_size} rows, but the run began with "
+                            f"{index.config['vocab_size']}: leave it out."
+                        )
                     raise PlanError(
                         f"{folder} is of another model than {plan.model}: their configs differ in {', '.join(keys)}."
                     )

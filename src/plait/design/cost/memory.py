@@ -34,7 +34,7 @@ from functools import cache
 
 from ..facts import ModelFacts
 from ..per_token import Here, arriving, at_work, deferred, kept, replayed
-from ..plan import Plan, tokens_at
+from ..plan import Plan
 from ..precision import ELEMENT, WIDE
 from ..records import MemoryBill
 from ..schedule import Schedule, lower
@@ -68,13 +68,13 @@ def _steps(plan: Plan, facts: ModelFacts, sharding: Sharding) -> dict[tuple[int,
     schedule = table(plan, facts)
     # As the pipeline carries it out.
     lowered = lower(replace(schedule, pairs=()))
-    found: dict[tuple[int, int, int, tuple[tuple[int, ...], ...]], tuple[int, int | None]] = {}
+    found: dict[tuple[int, int, float, tuple[tuple[int, ...], ...]], tuple[int, int | None]] = {}
     steps = {}
     for (place, tp), rank in ranks.items():
         here = Here(plan, facts, sharding, rank)
         # Places of tp with the same shapes, and with sp as many tokens, count once.
         held = tuple(here.shape(facts.by_name[one.name]) for one in sharding.at(place))
-        shapes = place, here.rows, tokens_at(plan, facts, plan.seq)[tp] if sharding.sp else 0, held
+        shapes = place, here.rows, here.own, held
         if shapes not in found:
             found[shapes] = _step(here, schedule, lowered, place)
         steps[place, tp] = found[shapes]

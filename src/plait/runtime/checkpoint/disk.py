@@ -26,11 +26,7 @@ def write(fd: int, views: Sequence[memoryview], path: Path) -> None:
     left = [view for view in views if view.nbytes]
     try:
         while left:
-            written = os.writev(fd, left[:MOST_AT_ONCE])
-            while left and written >= left[0].nbytes:
-                written -= left.pop(0).nbytes
-            if written:
-                left[0] = left[0][written:]
+            _pass(left, os.writev(fd, left[:MOST_AT_ONCE]))
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
@@ -94,11 +90,16 @@ def fill(fd: int, views: Sequence[memoryview], offset: int) -> int:
         if not count:
             break
         done += count
-        while left and count >= left[0].nbytes:
-            count -= left.pop(0).nbytes
-        if count:
-            left[0] = left[0][count:]
+        _pass(left, count)
     return done
+
+
+def _pass(left: list[memoryview], count: int) -> None:
+    """Takes so many bytes off the front of buffers."""
+    while left and count >= left[0].nbytes:
+        count -= left.pop(0).nbytes
+    if count:
+        left[0] = left[0][count:]
 
 
 def close(fd: int) -> None:

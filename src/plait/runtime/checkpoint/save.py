@@ -73,15 +73,10 @@ def bytes_of(tensors: Tensors, layout: FileLayout) -> Iterator[memoryview]:
 
 def write_file(folder: Path, layout: FileLayout, slices: Iterable[memoryview]) -> list[int]:
     """Writes a rank's file, and returns when it is on the disk: the CRC-32 of the header and of every slice."""
-    path, checksum = folder / layout.name, Checksum()
+    path, header, checksum = folder / layout.name, memoryview(layout.header), Checksum()
     fd = disk.create(path)
     with open(fd, "wb", buffering=0):
-        found, waiting, size, done = (
-            [checksum(memoryview(layout.header))],
-            [memoryview(layout.header)],
-            len(layout.header),
-            0,
-        )
+        found, waiting, size, done = [checksum(header)], [header], header.nbytes, 0
         for view in slices:
             found.append(checksum(view))
             waiting.append(view)

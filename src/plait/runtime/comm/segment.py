@@ -205,8 +205,8 @@ class Neighbours:
         size = -(-count * dtype.itemsize // ROOM) * ROOM
         for reclaim in self.reclaim:
             reclaim()
-        while self._left:
-            self._gaps = _merged([*self._gaps, self._left.popleft()])
+        left = [self._left.popleft() for _ in range(len(self._left))]  # more may come meanwhile
+        self._gaps = _merged([*self._gaps, *left])
         at = next((at for at, free in self._gaps if free >= size), None)
         if at is None:
             at = self._appended(size)
