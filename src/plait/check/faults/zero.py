@@ -56,6 +56,8 @@ def unit_leaves_early() -> None:
     def start(right: Any, self: Shares) -> None:
         right(self)
         self._close()
+        # Others may still be reading the unit, and find in it what comes last, until a call that follows has ended.
+        collectives.all_reduce(self._space[0].new_zeros(1), self._group, why="gradients")
 
 
 @planted(
