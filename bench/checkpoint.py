@@ -1,8 +1,8 @@
 """python -m bench.checkpoint: what a checkpoint costs beside a plain write, read and copy of the same bytes, and beside
 torch.distributed.checkpoint.
 
-All in the same ranks, turn by turn, every other turn in the opposite order; each number is the median over the turns of
-the slowest rank. The plain write is one file a rank from one buffer, with the syncs and the rename of a checkpoint and
+All in the same ranks, turn by turn, in orders in which each thing follows every other one equally often, since what one
+leaves in memory and on the disk is the next one's; each number is the median over the turns of the slowest rank. The plain write is one file a rank from one buffer, with the syncs and the rename of a checkpoint and
 the same barriers; the plain read fills one buffer with the same files; the plain copy copies what a rank writes, in one
 piece, to memory that was touched before. Files are read from the disk: the system is told to forget them before. torch
 saves the same tensors, of which dp ranks have copies and share the work too.
@@ -27,7 +27,6 @@ CONFIG = {
     "model_type": "llama", "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "vocab_size": 4096,
     "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 64,
 }  # fmt: skip
-TURNS = 15
 LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"dp": 2}, {"dp": 2, "zero": 3})
 
 
@@ -94,9 +93,10 @@ class Turns:
     def taken(self) -> dict[str, list[float]]:
         found: dict[str, list[float]] = {}
         self.keep()
-        for turn in range(TURNS + 1):
-            things = list(self.things().items())
-            for name, do in things if turn % 2 else reversed(things):  # each leaves the system's caches to the next
+        things = list(self.things().items())
+        orders = balanced(len(things))
+        for turn, order in enumerate([orders[0], *orders]):
+            for name, do in (things[place] for place in order):
                 seconds = self.timed(do)
                 if turn:  # the first warms up
                     found.setdefault(name, []).append(seconds)
@@ -206,6 +206,14 @@ class Turns:
         """With ZeRO the shares, under names of their own."""
         mark = f"{self.world.rank}." if self.run.sharding.zero else ""
         return {mark + name: tensor for name, tensor in self.state.items()}
+
+
+def balanced(count: int) -> list[list[int]]:
+    """Orders of `count` things in which each stands everywhere, and right after each other one, equally often.
+    Williams, "Experimental designs balanced for the estimation of residual effects of treatments", 1949."""
+    steps = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
+    orders = [[(step + shift) % count for step in steps] for shift in range(count)]
+    return orders + [order[::-1] for order in orders] if count % 2 else orders
 
 
 class Nowhere:

@@ -85,17 +85,16 @@ def loaded(folder: Path, index: Index, layout: dict[str, Any] | None = None) -> 
     sharding = shard(facts(index.plan.model), Plan(model=index.plan.model, batch=12, **(layout or {})))
     found: dict[tuple[str, str], Tensor] = {}
     for rank in range(sharding.mesh.size):
-        targets = []
+        targets: dict[tuple[str, str], Target] = {}
         for one in sharding.parameters:
             slices = tuple(kept(sharding, one.name, "stored", rank))
             size = sum(math.prod(stop - start for start, stop in piece.box) for piece in slices)
             for quantity in quantities(trains=one.first.trains):
                 flat = torch.full((size,), float("nan"))
-                targets.append(Target(one.name, quantity, slices, flat))
-        load(folder, index, targets)
-        for target in targets:
-            shape = sharding.parameter(target.name).shape
-            whole = found.setdefault((target.name, target.quantity), torch.full(shape, float("nan")))
+                targets[one.name, quantity] = Target(slices, flat)
+        load(folder, index, lambda *which, here=targets: [here[which]])
+        for which, target in targets.items():
+            whole = found.setdefault(which, torch.full(sharding.parameter(which[0]).shape, float("nan")))
             for piece in target.slices:
                 whole[tuple(slice(*side) for side in piece.box)] = target.view(piece.box, piece)
     return found

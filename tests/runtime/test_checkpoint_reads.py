@@ -14,8 +14,8 @@ import pytest
 from plait.runtime.checkpoint import disk, writer
 from plait.runtime.checkpoint.checksum import WORTH
 from plait.runtime.checkpoint.contents import FileLayout, file_name, header, key
+from plait.runtime.checkpoint.files import TOGETHER, Files
 from plait.runtime.checkpoint.index import DamagedError, Saved, SavedFile
-from plait.runtime.checkpoint.load import TOGETHER, Files
 from plait.runtime.checkpoint.save import write_file
 
 LENGTHS = [WORTH // 4 + 1, 1, 64, TOGETHER // 4, 3, 7, 700_001, WORTH // 2, 0, WORTH // 4 - 1, 5]

@@ -23,9 +23,9 @@ from torch import Tensor
 from ...design.errors import PlanError
 from ..hf.written import TYPES, Written
 from . import disk, folders
+from .files import Files
 from .index import Index
 from .load import TYPES as STORED
-from .load import Files
 from .save import view_of
 
 NAMES = {dtype: name for name, dtype in STORED.items()} | {

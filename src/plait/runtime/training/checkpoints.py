@@ -8,7 +8,7 @@ and the order of the data are drawn from those, so there is no state of any gene
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -140,20 +140,20 @@ class Checkpoints:
             )
         self._data.restore(progress.data)
         run.optimizer.begin(progress.updates)
-        load(folder, index, self.targets())
+        load(folder, index, self.targets)
         run.done = progress.step
         run.loss_scale.restore(progress.loss_scale)
 
-    def targets(self) -> Iterator[Target]:
-        """Everything that this rank keeps of what is saved."""
-        run, rank = self._run, self._run.world.rank
-        for name, weight in run.stored.items():
+    def targets(self, name: str, quantity: str) -> list[Target]:
+        """Where this rank keeps a quantity that is saved."""
+        run, rank, found = self._run, self._run.world.rank, list[Target]()
+        if quantity == "weight" and name in run.stored:
             slices = tuple(kept(run.sharding, name, "stored", rank))
-            yield Target(name, "weight", slices, weight.detach().view(-1))
-        for name in run.optimizer.weights:
+            found.append(Target(slices, run.stored[name].detach().view(-1)))
+        if name in (self._narrow if quantity == "weight" else run.optimizer.weights):
             slices = tuple(kept(run.sharding, name, "state", rank))
-            for quantity in ("weight", "exp_avg", "exp_avg_sq") if name in self._narrow else ("exp_avg", "exp_avg_sq"):
-                yield Target(name, quantity, slices, self.tensor(name, quantity))
+            found.append(Target(slices, self.tensor(name, quantity)))
+        return found
 
 
 def tensors_of(parameters: Sequence[Parameter]) -> dict[str, TensorShape]:
