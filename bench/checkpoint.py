@@ -2,10 +2,11 @@
 torch.distributed.checkpoint.
 
 All in the same ranks, turn by turn, in orders in which each thing follows every other one equally often, since what one
-leaves in memory and on the disk is the next one's; each number is the median over the turns of the slowest rank. The plain write is one file a rank from one buffer, with the syncs and the rename of a checkpoint and
-the same barriers; the plain read fills one buffer with the same files; the plain copy copies what a rank writes, in one
-piece, to memory that was touched before. Files are read from the disk: the system is told to forget them before. torch
-saves the same tensors, of which dp ranks have copies and share the work too.
+leaves in memory and on the disk is the next one's; each number is the median over the turns of the slowest rank. The
+plain write is one file a rank from one buffer, with the syncs and the rename of a checkpoint and the same barriers; the
+plain read fills one buffer with the same files; the plain copy copies what a rank writes, in one piece, to memory that
+was touched before. Files are read from the disk: the system is told to forget them before. torch saves the same tensors,
+of which dp ranks have copies and share the work too.
 """
 
 from __future__ import annotations
