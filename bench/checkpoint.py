@@ -28,6 +28,8 @@ CONFIG = {
     "model_type": "llama", "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "vocab_size": 4096,
     "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 64,
 }  # fmt: skip
+TIMES = 2
+"""How often each order is taken."""
 LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"dp": 2}, {"dp": 2, "zero": 3})
 
 
@@ -85,6 +87,7 @@ class Turns:
         self.size = 0 if layout is None else layout.size
         self.copied = torch.ones(self.size, dtype=torch.uint8)
         self.into = torch.zeros(self.size, dtype=torch.uint8)
+        self.found = torch.zeros(self.size if self.run.sharding.zero else self.size * plan.world, dtype=torch.uint8)
         self.state = {
             f"{name}.{quantity}": self.sync.tensor(name, quantity)
             for name in self.run.optimizer.weights
@@ -95,7 +98,7 @@ class Turns:
         found: dict[str, list[float]] = {}
         self.keep()
         things = list(self.things().items())
-        orders = balanced(len(things))
+        orders = balanced(len(things)) * TIMES
         for turn, order in enumerate([orders[0], *orders]):
             for name, do in (things[place] for place in order):
                 seconds = self.timed(do)
@@ -182,11 +185,11 @@ class Turns:
 
     def plain_read(self) -> None:
         """All files where a rank has all of the model, else its own."""
-        whole = not self.run.sharding.zero
+        whole, left = not self.run.sharding.zero, raw(self.found)
         for file in sorted(self.kept.glob("rank-*")):
             if whole or file.name == f"rank-{self.world.rank:05}.safetensors":
                 with open(file, "rb", buffering=0) as source:
-                    source.readinto(raw(self.into))
+                    left = left[source.readinto(left) :]
 
     def load(self) -> None:
         from plait.runtime.checkpoint import folders

@@ -6,19 +6,19 @@ from __future__ import annotations
 import errno
 import os
 import random
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from plait.runtime.checkpoint import disk, writer
-from plait.runtime.checkpoint.checksum import WORTH
 from plait.runtime.checkpoint.contents import FileLayout, file_name, header, key
 from plait.runtime.checkpoint.files import TOGETHER, Files
 from plait.runtime.checkpoint.index import DamagedError, Saved, SavedFile
 from plait.runtime.checkpoint.save import write_file
 
-LENGTHS = [WORTH // 4 + 1, 1, 64, TOGETHER // 4, 3, 7, 700_001, WORTH // 2, 0, WORTH // 4 - 1, 5]
+LENGTHS = [130_000, 1, 64, TOGETHER // 4, 3, 7, 700_001, 260_000, 0, 130_001, 5]
 """Elements of four bytes: runs that end within and at slices, large ones and small."""
 
 
@@ -51,6 +51,12 @@ def read(folder: Path, file: SavedFile, chosen: Sequence[int]) -> list[bytes]:
             files.read_into(memoryview(place), file, file.slices[number])
         files.settle()
     return [bytes(place) for place in into]
+
+
+def test_the_checksums_are_those_of_zlib(tmp_path: Path, file: SavedFile, slices: list[bytes]) -> None:
+    begin = (tmp_path / file.name).read_bytes()[: len(file.header)]
+    assert file.crc == zlib.crc32(begin)
+    assert [one.crc for one in file.slices] == [zlib.crc32(data) for data in slices]
 
 
 def test_every_slice_comes_to_its_place(

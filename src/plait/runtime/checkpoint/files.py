@@ -1,9 +1,8 @@
-"""The files of a checkpoint, read and checked. What asks for slices, what reads them and what makes their checksums go on
-at the same time, each in a thread of its own, since reading and summing let the others go on meanwhile:
+"""The files of a checkpoint, read and checked, in a thread beside what asks for slices: it finds where the next ones go
+while some are read.
 
     asks        | 1  | 2  | 3  |    waits     | 4  | ...        for slices that follow each other, some at a time
     reads            |    1    |    2    |    3    |    4    |
-    sums                       |  1 |    |  2 |    |  3 |
 """
 
 from __future__ import annotations
@@ -13,14 +12,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from zlib_ng.zlib_ng import crc32
+
 from . import disk
-from .checksum import Checksum
 from .index import NAME, DamagedError, Saved, SavedFile
 
 MOST_OPEN = 64
 """Files that are open at one time."""
 TOGETHER = 1 << 23
-"""Bytes of slices that are read in one call and summed up in one go, at least, where there are as many."""
+"""Bytes of slices that are read in one call, at least, where there are as many."""
 AHEAD = 2
 """Reads that are asked for and not done: one under way, and the next."""
 
@@ -36,10 +36,8 @@ class Files:
         self._waiting: list[tuple[memoryview, Saved]] = []
         self._file: SavedFile | None = None
         """Which those that wait are in."""
-        self._reader, self._summer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._reader = ThreadPoolExecutor(1)
         self._reads: deque[Future[None]] = deque()
-        self._sums: deque[Future[None]] = deque()
-        self._sum, self._sum_beside = Checksum(), Checksum()
 
     def read(self, file: SavedFile, one: Saved) -> memoryview:
         """The bytes of a slice, found to be what was written; there until the next is read."""
@@ -49,7 +47,7 @@ class Files:
             self._space = bytearray(one.size)
         into = memoryview(self._space)[: one.size]
         self._fill(file, [(into, _where(one))], one.offset)  # a thread would be waited for at once
-        self._hold(self._sum(into), one.crc, file, _where(one))
+        self._hold(crc32(into), one.crc, file, _where(one))
         return into
 
     def read_into(self, into: memoryview, file: SavedFile, one: Saved) -> None:
@@ -72,8 +70,6 @@ class Files:
         """Returns when all that was asked for is read and is what was written."""
         self._ask_for_waiting()
         self._wait_for(0)
-        while self._sums:
-            self._sums.popleft().result()
 
     def _ask_for_waiting(self) -> None:
         waiting, file = self._waiting, self._file
@@ -96,13 +92,14 @@ class Files:
 
     def _read_slices(self, file: SavedFile, slices: Sequence[tuple[memoryview, Saved]]) -> None:
         self._fill(file, [(view, _where(one)) for view, one in slices], slices[0][1].offset)
-        self._sums.append(self._summer.submit(self._check, file, slices))
+        for view, one in slices:
+            self._hold(crc32(view), one.crc, file, _where(one))
 
     def _read_header(self, file: SavedFile) -> None:
         wanted = file.header
         found, where = memoryview(bytearray(len(wanted))), f"its header, bytes 0 to {len(wanted)}"
         self._fill(file, [(found, where)], 0)
-        self._hold(Checksum()(found), file.crc, file, where)
+        self._hold(crc32(found), file.crc, file, where)
         if found != wanted:
             raise DamagedError(self.folder / file.name, f"its header does not say what {NAME} says")
 
@@ -122,20 +119,13 @@ class Files:
             if left < 0:
                 raise DamagedError(path, f"it ends in {where}")
 
-    # --- in the thread that sums
-
-    def _check(self, file: SavedFile, slices: Sequence[tuple[memoryview, Saved]]) -> None:
-        for view, one in slices:
-            self._hold(self._sum_beside(view), one.crc, file, _where(one))
-
     def _hold(self, found: int, wanted: int, file: SavedFile, where: str) -> None:
         if found != wanted:
             path = self.folder / file.name
             raise DamagedError(path, f"{where} are not what was written: their CRC-32 is another")
 
     def close(self) -> None:
-        for thread in (self._reader, self._summer):
-            thread.shutdown(cancel_futures=True)
+        self._reader.shutdown(cancel_futures=True)
         for fd in self._open.values():
             disk.close(fd)
         self._open.clear()

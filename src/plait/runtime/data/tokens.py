@@ -21,7 +21,6 @@ import json
 import os
 import shutil
 import sysconfig
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from zlib_ng.zlib_ng import crc32
 
 from ...design.errors import PlanError, nearest
 from ...design.plan import Plan
@@ -285,7 +285,7 @@ def _build(paths: Sequence[Path], tokenizer: Tokenizer | None, vocabulary: int, 
         "offsets": np.cumsum([0, *map(len, whole)]).tolist(),
         "entropy": float(-(share * np.log(share)).sum()),
         "description": f"{len(texts):,} documents, {size:,} bytes, {len(stream):,} tokens ({NAMES[tokenizer.kind]})",
-        "checksums": {path.name: zlib.crc32(path.read_bytes()) for path in sorted(entry.iterdir())},
+        "checksums": {path.name: crc32(path.read_bytes()) for path in sorted(entry.iterdir())},
     }
     (entry / "corpus.json").write_text(json.dumps(about), encoding="utf-8")
 
@@ -295,7 +295,7 @@ def _load(entry: Path) -> Corpus | None:
     try:
         about = json.loads((entry / "corpus.json").read_text(encoding="utf-8"))
         for name, checksum in about["checksums"].items():
-            if zlib.crc32(np.memmap(entry / name, mode="r").data) != checksum:
+            if crc32(np.memmap(entry / name, mode="r").data) != checksum:
                 return None
         return Corpus(
             stream=np.load(entry / "stream.npy", mmap_mode="r"),
