@@ -234,7 +234,7 @@ def test_no_color(plait: Driver) -> None:
 def test_check_of_a_good_layout(plait: Driver) -> None:
     ended = plait.run("check", "llama-tiny", "--tp", 2, "--seq", 16)
     assert (ended.code, ended.err) == (0, "")
-    assert "llama-tiny over pp 1 x dp 1 x tp 2, 1f1b, 1 microbatch equals one process" in ended.out
+    assert "llama-tiny over pp 1 x dp 1 x tp 2 with sp, 1f1b, 1 microbatch equals one process" in ended.out
     assert "DIFFERS" not in ended.out
 
 

@@ -18,4 +18,8 @@ from plait.report.sharding import layout
       "pp 1 x dp 1 x tp 1, 1f1b, recompute full every 2 blocks, 1 microbatch")],
 )  # fmt: skip
 def test_what_a_layout_is_called(fields: dict[str, int], words: str) -> None:
-    assert layout(Plan.read(fields)) == words
+    assert layout(Plan.read(fields), sp=False) == words
+
+
+def test_whether_with_sp_is_said() -> None:
+    assert layout(Plan.read({"tp": 2}), sp=True) == "pp 1 x dp 1 x tp 2 with sp, 1f1b, 1 microbatch"

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from ..design.errors import PlanError, nearest
-from ..design.plan import Plan
+from ..design.plan import Plan, cuts_rows
 from ..report import sharding
 from ..report.words import counted
 from .flags import Values, named, resolve, takes_plan
@@ -97,7 +97,7 @@ def _run(plan: Plan, origin: dict[str, str], *, full: bool, plant: Callable[[], 
     for verdict in verdicts:
         show(console, verdict, plan)
     good = all(verdict.passed for verdict in verdicts)
-    layout = f"{model.name} over {sharding.layout(plan)}"
+    layout = f"{model.name} over {sharding.layout(plan, sp=cuts_rows(plan, model.facts))}"
     word = "equals" if good else "DIFFERS from"
     far = f": largest deviation {verdicts[0].largest.relative:.1e} of the reference in fp64" if good else ""
     console.print(f"{layout} {word} one process{far}, {time.perf_counter() - begin:.1f} s", soft_wrap=True)

@@ -36,7 +36,7 @@ def show(
         typer.echo(
             f"{folder.name}  step {progress.step} of {progress.steps}, {index.plan.model}, {elements / 1e6:.1f} M "
             f"parameters, {size(float(index.size))} in {counted(len(index.files), 'file')}, written over "
-            f"{sharding_report.work(index.plan)}"
+            f"{sharding_report.work(index.plan, sp=index.plan.sp is True)}"
         )
         if len(found) == 1:
             place = ", ".join(f"{name} {value}" for name, value in progress.data.items())

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ..check.places import WORDS, Verdict
 from ..design.cost.traffic import traffic
-from ..design.plan import Plan
+from ..design.plan import Plan, cuts_rows
 from ..design.records import sent_per_axis
 from ..design.sharding import shard
 from ..report import memory as memory_report
@@ -50,7 +50,7 @@ class View:
             kind += f", {trained / 1e6:.1f} M of them trained"
         self._console.print(
             f"{plan.model} ({facts.family}, {facts.elements / 1e6:.1f} M {kind}, {facts.blocks} blocks) over "
-            f"{counted(plan.world, 'rank')}: {sharding_report.work(plan)}",
+            f"{counted(plan.world, 'rank')}: {sharding_report.work(plan, sp=cuts_rows(plan, facts))}",
             soft_wrap=True,
         )
         self._console.print(f"text: {self._corpus.description}", soft_wrap=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 
 from ..design.errors import PlanError
+from ..design.plan import cuts_rows
 from . import costs, trace
 from .holders import holders
 from .loss import LAST, loss, mean_loss
@@ -69,7 +70,7 @@ def _header(record: RunRecord, metrics: Sequence[Metric]) -> str:
     ours = [row.seconds for row in record.step_times]
     layout = (
         f"{record.facts.family}, {record.facts.elements / 1e6:,.1f} M parameters over {counted(plan.world, 'rank')}: "
-        f"{work(plan)}"
+        f"{work(plan, sp=cuts_rows(plan, record.facts))}"
     )
     steps = counted(len(last), "step")
     tiles = [

@@ -22,10 +22,10 @@ ITEM = 4
 """Bytes of a stored weight: they are fp32 whatever the type of compute."""
 
 
-def work(plan: Plan) -> str:
-    """'pp 2 x dp 2 x tp 2, 1f1b, 3 microbatches of 3 or 2 x 128 tokens'."""
+def work(plan: Plan, *, sp: bool) -> str:
+    """'pp 2 x dp 2 x tp 2 with sp, 1f1b, 3 microbatches of 3 or 2 x 128 tokens'."""
     rows = listed(dict.fromkeys(plan.microbatch_rows))
-    return f"{layout(plan)} of {rows} x {plan.seq} tokens{_types(plan)}"
+    return f"{layout(plan, sp=sp)} of {rows} x {plan.seq} tokens{_types(plan)}"
 
 
 def _types(plan: Plan) -> str:
@@ -36,9 +36,10 @@ def _types(plan: Plan) -> str:
     return said + (f", summed over ranks in {plan.reduces}" if plan.reduces != plan.accumulates else "")
 
 
-def layout(plan: Plan) -> str:
-    """'pp 2 x dp 2 x tp 2, ZeRO-3, 1f1b, recompute full, freeze *norm*, 3 microbatches'."""
-    words = [str(plan.mesh)]
+def layout(plan: Plan, *, sp: bool) -> str:
+    """'pp 2 x dp 2 x tp 2 with sp, ZeRO-3, 1f1b, recompute full, freeze *norm*, 3 microbatches'; whether with sp is said
+    by whoever has the model (`cuts_rows`)."""
+    words = [f"{plan.mesh} with sp" if sp else str(plan.mesh)]
     if plan.zero:
         words.append(f"ZeRO-{plan.zero}" + (f" in {plan.replicas} replicas" if plan.replicas > 1 else ""))
     words.append(plan.schedule)

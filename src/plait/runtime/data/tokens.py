@@ -284,7 +284,8 @@ def _build(paths: Sequence[Path], tokenizer: Tokenizer | None, vocabulary: int, 
         "digests": [int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") for text in texts],
         "offsets": np.cumsum([0, *map(len, whole)]).tolist(),
         "entropy": float(-(share * np.log(share)).sum()),
-        "description": f"{len(texts):,} documents, {size:,} bytes, {len(stream):,} tokens ({NAMES[tokenizer.kind]})",
+        "description": f"{len(texts):,} document{'s' * (len(texts) != 1)}, {size:,} bytes, "
+        f"{len(stream):,} tokens ({NAMES[tokenizer.kind]})",
         "checksums": {path.name: crc32(path.read_bytes()) for path in sorted(entry.iterdir())},
     }
     (entry / "corpus.json").write_text(json.dumps(about), encoding="utf-8")
