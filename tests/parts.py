@@ -19,7 +19,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 AT_ONCE = 2
-RUNTIME = 4
+RUNTIME = 5
 """Parts of the tests that start ranks from a nursery."""
 CLOSING = re.compile(r"^=* ?((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s.*$", re.MULTILINE)
 
